@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
@@ -235,6 +235,7 @@ def _callback_objects(trainer: pl.Trainer, user: bool) -> tuple[dict[str, object
     for number, callback in enumerate(getattr(trainer, "callbacks", ())):
         kind = type(callback)
         library = kind.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_swift."))
+        library = library and kind is not LambdaCallback  # what it holds are functions of the user's
         # A progress bar's state is what is on this process' screen.
         if library != user and not isinstance(callback, ProgressBar):
             found[f"{number} {kind.__qualname__}"] = callback

@@ -24,6 +24,7 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
+from shared_core.worker.program.saves import Saves
 from shared_core.worker.state.local_state import Capture, Restore
 from shared_core.worker.state.orders import StateOrders
 from shared_core.worker.state.replicated import Replicated
@@ -44,6 +45,7 @@ class Job:
         trained: what is attached.
         updates: of the replicated state.
         checkpoints: of the job.
+        saves: checkpoints that the script writes.
         options: those that the script gives.
         survivor_groups: by which the others continue without a failed rank.
         replays: for pipelines whose replacements start from a checkpoint.
@@ -65,6 +67,7 @@ class Job:
         self.checkpoints, self.options = worker.checkpoints, worker.options
         self.survivor_groups, self.replays = worker.survivor_groups, worker.replays
         self.reporter, self.runtime = worker.reporter, worker.runtime
+        self.saves = Saves(self.rank, worker.env.restart, self.updates, self.notes, self.parts, self.fall_back)
 
     @property
     def env(self) -> WorkerEnv:

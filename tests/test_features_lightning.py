@@ -71,6 +71,10 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "swa_transfers": ("swa", [Fault(0, 16, "update.after", "SIGKILL")]),
     "swa_statistics": ("swa", [Fault(1, 18, "forward", "SIGKILL")]),
     "swa_statistics_end": ("swa", [Fault(0, 20, "validation", "SIGKILL")]),
+    "lambda_callback": ("lambda", [Fault(1, 8, "forward", "SIGKILL")]),
+    # The file of the configuration is there when a replacement of rank 0 begins, or skips a call.
+    "command_line": ("command_line", [Fault(0, 4, "forward", "SIGKILL")]),
+    "command_line_second_call": ("command_line", [Fault(0, 15, "forward", "SIGKILL")]),
     "held_models": ("held", [Fault(1, 8, "forward", "SIGKILL")]),
     "prepared_data": ("prepared", [Fault(0, 3, "bucket", "SIGKILL")]),
     # Failed when a file of the end has been written.

@@ -14,11 +14,13 @@ import torchmetrics
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_parts import OUT, DigestOf, Digits, Net, checkpoints, loader
 from torch import nn
@@ -137,6 +139,24 @@ class Follower(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         average = None if self.average is None else self.average.state_dict()
         return {"average": average, "loss": self.metrics["loss"].compute()}
+
+
+def _counting() -> pl.Callback:
+    """What it counts is in a closure, and changes the learning rate."""
+    seen = [0]
+
+    def count(trainer: pl.Trainer, *_: Any) -> None:
+        seen[0] += 1
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 / seen[0]
+
+    return LambdaCallback(on_train_batch_end=count)
+
+
+def _saving_its_configuration() -> pl.Callback:
+    """As ``LightningCLI`` adds it."""
+    parser = LightningArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    return SaveConfigCallback(parser, parser.parse_args([]))
 
 
 class Buffered(Net):
@@ -487,6 +507,13 @@ FEATURES: dict[str, Feature] = {
         trainer=lambda: {"max_epochs": 4},
         callbacks=lambda: [StochasticWeightAveraging(5e-2, swa_epoch_start=2, annealing_epochs=2)],
         run=_averaged,
+    ),
+    "lambda": Feature(callbacks=lambda: [_counting()]),
+    "command_line": Feature(
+        data=_with_validation(),
+        trainer=lambda: {"max_epochs": 2, "logger": CSVLogger(OUT, "csv")},
+        callbacks=lambda: [_saving_its_configuration()],
+        run=_fit_test_fit,
     ),
     "held": Feature(callbacks=lambda: [Follower()]),
     "prepared": Feature(
