@@ -20,7 +20,13 @@ class Saves:
     """
 
     def __init__(
-        self, rank: int, restart: int, updates: Updates, notes: Notes, parts: Parts, fall_back: Callable[[str], NoReturn]
+        self,
+        rank: int,
+        restart: int,
+        updates: Updates,
+        notes: Notes,
+        parts: Parts,
+        fall_back: Callable[[str], NoReturn],
     ) -> None:
         self._rank, self._name, self._fall_back = rank, f"saves.{restart}", fall_back
         self._updates, self._notes = updates, notes
