@@ -17,7 +17,7 @@ from lightning_swift import compat
 from lightning_swift.averages import Averages
 from lightning_swift.compat import BatchProgress, Counter, Loop, Progress
 from lightning_swift.data import Data
-from lightning_swift.loggers import Loggers, Missed
+from lightning_swift.loggers import Loggers, Missed, is_own
 from lightning_swift.results import LightningResults
 from shared_core import Job
 from shared_core.encoding import Holder, Holders, decode, dumps, encode, encode_state, loads
@@ -74,11 +74,19 @@ class RunState:
         for name in self._told:
             self._job.variables.forget(name)
         found = {f"callback {name}": each for name, each in _callback_objects(self.trainer, user=True)[0].items()}
+        found |= {f"scheduler {name}": each for name, each in self._own_schedulers()}
+        found |= {f"logger {number}": each for number, each in enumerate(self.trainer.loggers) if is_own(each)}
         if (data := getattr(self.trainer, "datamodule", None)) is not None:
             found["data module"] = data
         for name, each in found.items():
             self._job.variables.tell(name, each)
         self._told = list(found)
+
+    def _own_schedulers(self) -> Iterator[tuple[int, object]]:
+        """Those of the user's, which may hold what is no plain data in a ``state_dict()``: another scheduler."""
+        for number, config in enumerate(self.trainer.strategy.lr_scheduler_configs):
+            if not type(config.scheduler).__module__.startswith(("torch.", "lightning.")):
+                yield number, config.scheduler
 
     # -- holders ------------------------------------------------------------------------------------------------------
 
