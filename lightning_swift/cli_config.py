@@ -34,7 +34,9 @@ def write_again(trainer: pl.Trainer) -> None:
     Lightning still asks whether the file exists, and tells all ranks: a replacement must issue the same collectives.
     """
     cli = sys.modules.get("lightning.pytorch.cli")  # whoever has such a callback has imported it
-    for callback in getattr(trainer, "callbacks", ()) if cli is not None else ():
+    if cli is None:
+        return
+    for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, cli.SaveConfigCallback) and callback.save_to_log_dir and not callback.already_saved:
             callback.parser = _Rewriting(callback)
             callback.config_filename += _AGAIN

@@ -177,6 +177,9 @@ class Holding(torch.optim.lr_scheduler.LRScheduler):
         self.inner.step()
         super().step()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
 
 class Warm(Net):
     def configure_optimizers(self) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from shared_core.worker.program.notes import Notes
-from shared_core.worker.state.local_state import Parts
+from shared_core.worker.state.local_state import StateParts
 from shared_core.worker.state.publications import Tally
 from shared_core.worker.state.updates import Updates
 
@@ -25,7 +25,7 @@ class Saves:
         restart: int,
         updates: Updates,
         notes: Notes,
-        parts: Parts,
+        parts: StateParts,
         fall_back: Callable[[str], NoReturn],
     ) -> None:
         self._rank, self._name, self._fall_back = rank, f"saves.{restart}", fall_back
