@@ -76,7 +76,7 @@ def test_a_far_place_is_reached_without_a_look_at_each_batch() -> None:
     assert list(drawing) == batches[1900:]
 
 
-class Following(Sampler[int]):
+class ByWeights(Sampler[int]):
     """Draws by weights that training changes."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def test_a_sampler_that_draws_otherwise_than_in_the_failed_worker_is_refused(cha
     loaders = []
     for _ in range(2):
         torch.manual_seed(1)
-        loaders.append(wrap_loader(DataLoader(range(40), 4, sampler=Following()), lazy=bool(loaders)))
+        loaders.append(wrap_loader(DataLoader(range(40), 4, sampler=ByWeights()), lazy=bool(loaders)))
     failed, replacement = loaders
     position = iter(failed)
     given = [next(position) for _ in range(4)]
