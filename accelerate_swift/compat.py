@@ -128,6 +128,16 @@ def optimizers_of(accelerator: Accelerator) -> list[Any]:
     return found
 
 
+@contextlib.contextmanager
+def without_optimizers(accelerator: Accelerator) -> Iterator[None]:
+    """``save_state`` writes none in here."""
+    kept, accelerator._optimizers = accelerator._optimizers, []
+    try:
+        yield
+    finally:
+        accelerator._optimizers = kept
+
+
 def schedulers_of(accelerator: Accelerator) -> list[Any]:
     """Schedulers, in Accelerate's wrappers."""
     found: list[Any] = accelerator._schedulers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from accelerate import Accelerator
@@ -41,6 +42,14 @@ class AccelerateRunState:
 
     def save_again(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
         """``save_state``, also into the folder that the failed worker had begun, which Accelerate refuses."""
+
+        def write(written: bool) -> Any:
+            with compat.without_optimizers(self._accelerator) if written else nullcontext():
+                return self._save_into(folder, save)
+
+        return self._job.saves.save(write)
+
+    def _save_into(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
         project = self._accelerator.project_configuration
         if not (self._job.env.incarnation or self._job.env.restart) or not project.automatic_checkpoint_naming:
             return save(folder)

@@ -99,6 +99,9 @@ class Watch:
             self._check_alike(job, optimizers)
             if any(holds_weights(each) for each in compat.registered(accelerator)):
                 job.keep_boundaries()
+            for number, each in enumerate(compat.schedulers_of(accelerator)):
+                if not type(each.scheduler).__module__.startswith("torch."):  # one may hold another
+                    job.variables.tell(f"scheduler {number}", each.scheduler)
 
     def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:
         """Raise Unsupported where the workers do not train the same."""

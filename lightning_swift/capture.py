@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
@@ -17,7 +17,7 @@ from lightning_swift import compat
 from lightning_swift.averages import Averages
 from lightning_swift.compat import BatchProgress, Counter, Loop, Progress
 from lightning_swift.data import Data
-from lightning_swift.loggers import Loggers, Missed
+from lightning_swift.loggers import Loggers, Missed, is_own
 from lightning_swift.results import LightningResults
 from shared_core import Job
 from shared_core.encoding import Holder, Holders, decode, dumps, encode, encode_state, loads
@@ -74,11 +74,19 @@ class RunState:
         for name in self._told:
             self._job.variables.forget(name)
         found = {f"callback {name}": each for name, each in _callback_objects(self.trainer, user=True)[0].items()}
+        found |= {f"scheduler {name}": each for name, each in self._own_schedulers()}
+        found |= {f"logger {number}": each for number, each in enumerate(self.trainer.loggers) if is_own(each)}
         if (data := getattr(self.trainer, "datamodule", None)) is not None:
             found["data module"] = data
         for name, each in found.items():
             self._job.variables.tell(name, each)
         self._told = list(found)
+
+    def _own_schedulers(self) -> Iterator[tuple[int, object]]:
+        """Those of the user's, which may hold what is no plain data in a ``state_dict()``: another scheduler."""
+        for number, config in enumerate(self.trainer.strategy.lr_scheduler_configs):
+            if not type(config.scheduler).__module__.startswith(("torch.", "lightning.")):
+                yield number, config.scheduler
 
     # -- holders ------------------------------------------------------------------------------------------------------
 
@@ -235,6 +243,7 @@ def _callback_objects(trainer: pl.Trainer, user: bool) -> tuple[dict[str, object
     for number, callback in enumerate(getattr(trainer, "callbacks", ())):
         kind = type(callback)
         library = kind.__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_swift."))
+        library = library and kind is not LambdaCallback  # what it holds are functions of the user's
         # A progress bar's state is what is on this process' screen.
         if library != user and not isinstance(callback, ProgressBar):
             found[f"{number} {kind.__qualname__}"] = callback

@@ -17,12 +17,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import lightning.pytorch.loggers.csv_logs as csv_logs
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_swift import compat
 from lightning_swift.services import Services
 from shared_core import Job, current_job
-from shared_core.encoding import Holder, decode, encode
+from shared_core.encoding import Holder, decode, encode, user_defined
 
 _JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 
@@ -199,6 +199,18 @@ def _restore_tensorboard(logger: TensorBoardLogger, data: Mapping[str, Any]) -> 
 # -- all --------------------------------------------------------------------------------------------------------------
 
 
+def is_own(logger: Logger) -> bool:
+    """Whether a logger is of a class of the script. Its attributes count as variables, and so it is given again what it
+    was given since the step boundary.
+    """
+    known = (CSVLogger, TensorBoardLogger, MLFlowLogger, WandbLogger)
+    return user_defined(type(logger)) and not isinstance(logger, known)
+
+
+def _keeps_rows(logger: Logger) -> bool:
+    return isinstance(logger, (CSVLogger, TensorBoardLogger)) or is_own(logger)
+
+
 class Loggers:
     """The loggers of a trainer. Only rank 0 writes logs, so only its state is published."""
 
@@ -213,8 +225,7 @@ class Loggers:
         In a replacement, take up runs that a service knows by name, and the versions of a run that was started before.
         """
         if self._trainer.is_global_zero:
-            files = (CSVLogger, TensorBoardLogger)
-            self._services = Services(job, [each for each in self._trainer.loggers if not isinstance(each, files)])
+            self._services = Services(job, [each for each in self._trainer.loggers if not _keeps_rows(each)])
         for logger, data in self._pairs(state):
             version = (data or {}).get("version")
             if version is not None:
@@ -255,6 +266,8 @@ class Loggers:
             return _capture_csv(logger)
         if isinstance(logger, TensorBoardLogger):
             return _capture_tensorboard(logger)
+        if is_own(logger):
+            return None
         found = {"attributes": self._other(logger).capture()}
         return found if self._services is None else found | self._services.capture(logger)
 

@@ -19,6 +19,7 @@ from lightning_swift.banner import leave_out
 from lightning_swift.capture import RunState
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
+from lightning_swift.cli_config import write_again
 from lightning_swift.collectives import CollectiveStrategy
 from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_overlapped_update, check_trainer
@@ -93,6 +94,8 @@ class RecoveringStrategy(CollectiveStrategy):
         # Only rank 0 has any. A hot standby of another rank continues to its first batch.
         logged = self.job.peek("lightning.loggers") if trainer.is_global_zero else None
         self._run_state.loggers.prepare(self.job, logged)
+        if trainer.is_global_zero and (self.joining or self.job.env.restart or logged is not None):
+            write_again(trainer)
         if not self._listening:
             self._listening = True
             self.job.reporter.listen(self._log_recovery)
@@ -244,7 +247,11 @@ class RecoveringStrategy(CollectiveStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         point("checkpoint.write")
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.job is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            save = super().save_checkpoint
+            self.job.saves.save(lambda written: None if written else save(checkpoint, filepath, storage_options))
         for callback in getattr(self._trainer, "callbacks", ()):
             if isinstance(callback, SwiftCheckpoint):
                 callback.note_file(str(filepath))

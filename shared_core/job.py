@@ -24,6 +24,7 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
+from shared_core.worker.program.saves import Saves
 from shared_core.worker.state.local_state import Capture, Restore
 from shared_core.worker.state.orders import StateOrders
 from shared_core.worker.state.replicated import Replicated
@@ -37,6 +38,7 @@ class Job:
         position: how far the program of this worker is.
         entries: its entry calls (fit, validate, test, predict).
         notes: what is kept for replacements of this rank, beside what is registered.
+        saves: checkpoints that the script writes.
         survivor_groups: by which the others continue without a failed rank.
         replays: for pipelines whose replacements start from a checkpoint.
         reporter: events and recoveries.
@@ -56,6 +58,7 @@ class Job:
         self.checkpoints, self.options = worker.checkpoints, worker.options
         self.survivor_groups, self.replays = worker.survivor_groups, worker.replays
         self.reporter, self.runtime = worker.reporter, worker.runtime
+        self.saves = Saves(self.rank, worker.env.restart, self.updates, self.notes, self.parts, self.fall_back)
 
     @property
     def env(self) -> WorkerEnv:

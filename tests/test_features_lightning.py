@@ -71,6 +71,14 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "swa_transfers": ("swa", [Fault(0, 16, "update.after", "SIGKILL")]),
     "swa_statistics": ("swa", [Fault(1, 18, "forward", "SIGKILL")]),
     "swa_statistics_end": ("swa", [Fault(0, 20, "validation", "SIGKILL")]),
+    "own_scheduler": ("own_scheduler", [Fault(1, 8, "forward", "SIGKILL")]),
+    "own_logger": ("own_logger", [Fault(0, 5, "update.after", "SIGKILL")]),
+    # Files of this window are there, and the update that ends it has been made.
+    "saves_between_updates": ("saves_between_updates", [Fault(0, 6, "update.after", "SIGKILL")]),
+    "lambda_callback": ("lambda", [Fault(1, 8, "forward", "SIGKILL")]),
+    # The file of the configuration is there when a replacement of rank 0 begins, or skips a call.
+    "command_line": ("command_line", [Fault(0, 4, "forward", "SIGKILL")]),
+    "command_line_second_call": ("command_line", [Fault(0, 15, "forward", "SIGKILL")]),
     "held_models": ("held", [Fault(1, 8, "forward", "SIGKILL")]),
     "prepared_data": ("prepared", [Fault(0, 3, "bucket", "SIGKILL")]),
     # Failed when a file of the end has been written.
@@ -127,6 +135,13 @@ def test_feature_with_a_failure(name: str, jobs: Jobs) -> None:
     reference = jobs.reference("lit.py", args=["--feature", feature])
     for rank in reference.reports.keys() - result.struck_ranks():
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
+
+
+def test_a_failure_after_a_call_that_raised_restarts_all(jobs: Jobs) -> None:
+    args = ["--feature", "raised"]
+    result = jobs.run("lit.py", faults=[Fault(1, 9, "forward", "SIGKILL")], args=args)
+    compare(result, jobs.reference("lit.py", args=args))
+    assert "had ended with an exception" in result.kinds("restart")[0].fields["reason"], result.tail()
 
 
 def test_a_replacement_leaves_out_the_start_banner(jobs: Jobs) -> None:

@@ -57,7 +57,8 @@ def test_without_standbys_a_fresh_process_takes_the_place(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", most(["view", "hook", "builtin", "accumulate", "double", "zeros"], "view", "hook", "builtin", "double")
+    "way",
+    most(["view", "hook", "builtin", "accumulate", "metric", "double", "zeros"], "view", "hook", "builtin", "double"),
 )
 def test_ways_of_gradients(way: str, jobs: Jobs) -> None:
     """Whatever DDP puts into its buckets: a bucket that cannot be computed again is copied."""

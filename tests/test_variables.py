@@ -102,6 +102,11 @@ def test_what_a_script_changes_in_data_that_a_framework_reads_is_refused_by_name
     assert f"`{name}` has changed" in restart.fields["reason"], restart.fields["reason"]
 
 
+def test_a_sampler_that_draws_by_what_a_trainer_holds_and_changes_is_refused_by_name(jobs: Jobs) -> None:
+    result = jobs.run("data_changed.py", args=["transformers", "drawn"], faults=CHANGED)
+    assert result.status == 1 and "draws other indices in the replacement" in result.stderr, result.tail()
+
+
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_numbers_in_it_and_what_reading_changes_are_put_back(framework: str, jobs: Jobs) -> None:
     """The data set keeps what it has read."""

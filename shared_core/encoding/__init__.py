@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shared_core.lazy import lazily
 
 if TYPE_CHECKING:
-    from shared_core.encoding.attributes import Holder, Holders
+    from shared_core.encoding.attributes import Holder, Holders, user_defined
     from shared_core.encoding.plain import Piece, dumps, loads, pieces
     from shared_core.encoding.values import ATOMS, NotPlain, assign, decode, encode, encode_state, holds_weights
 
@@ -29,12 +29,13 @@ __all__ = [
     "holds_weights",
     "loads",
     "pieces",
+    "user_defined",
 ]
 
 __getattr__ = lazily(
     __name__,
     {
-        "shared_core.encoding.attributes": ("Holder", "Holders"),
+        "shared_core.encoding.attributes": ("Holder", "Holders", "user_defined"),
         "shared_core.encoding.plain": ("Piece", "dumps", "loads", "pieces"),
         "shared_core.encoding.values": (
             "ATOMS",

@@ -110,11 +110,12 @@ def _user_objects(item: object, ignore: frozenset[str]) -> Iterator[tuple[str, A
     """Attributes that are objects of classes in the user's own files, which may hold counters."""
     for name, value in vars(item).items():
         if name not in ignore and not isinstance(value, (nn.Module, type, Enum)) and hasattr(value, "__dict__"):
-            if _user_defined(type(value)):
+            if user_defined(type(value)):
                 yield name, value
 
 
-def _user_defined(kind: type) -> bool:
+def user_defined(kind: type) -> bool:
+    """Whether a class is of the user's own files, and not of an installed package."""
     known = _KINDS.get(kind)
     if known is None:
         known = _KINDS[kind] = _look_up(kind)

@@ -62,6 +62,12 @@ _OTHER_CONTENTS = (
     "separate epoch, or make the data independent of what training changes (docs/loops.md)"
 )
 
+_OTHER_INDICES = (
+    "rank {}: the sampler of this pass over a {} draws other indices in the replacement than in the failed worker: it "
+    "draws by what the script has changed since the pass began, such as weights that follow the losses. Draw by a copy "
+    "that is made between epochs (docs/loops.md)"
+)
+
 
 class _Replay:
     def __init__(
@@ -93,6 +99,9 @@ class _Replay:
             self._way = way_to(record, ahead=self._ahead, workers=0)
             self._items.clear()
             reached = self._run()
+            again = reached[2].sum_at(record.delivered) if reached[2] is not None else None
+            if again not in (None, record.indices_sum):
+                raise Unsupported(_OTHER_INDICES.format(self._engine.place[1], _named(self._engine.loader)))
         return reached
 
     def begin_only(self) -> Reached:

@@ -147,7 +147,9 @@ class WorkerRuntime:
         self.boundaries = StepBoundaries(
             position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
         )
-        self.entries = Entries(start, position, runtime, publisher, parts, reporter, publishing, self.joining)
+        self.entries = Entries(
+            start, position, runtime, publisher, parts, reporter, publishing, self.joining, fatal_actions.fall_back
+        )
         self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
 
     def begin_again(self, env: WorkerEnv) -> None:

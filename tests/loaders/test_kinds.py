@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from shared_core import waiting
 from shared_core.errors import Unsupported
@@ -74,6 +74,41 @@ def test_a_far_place_is_reached_without_a_look_at_each_batch() -> None:
     assert looked_at == [*range(3), *range(1850, 1900)]
     assert drawing.sum_at(1900) == zlib.crc32("".join(map(repr, batches[:1900])).encode())
     assert list(drawing) == batches[1900:]
+
+
+class ByWeights(Sampler[int]):
+    """Draws by weights that training changes."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(40)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Any:
+        yield from torch.multinomial(self.weights, 40).tolist()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_sampler_that_draws_otherwise_than_in_the_failed_worker_is_refused(changed: bool) -> None:
+    loaders = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        loaders.append(wrap_loader(DataLoader(range(40), 4, sampler=ByWeights()), lazy=bool(loaders)))
+    failed, replacement = loaders
+    position = iter(failed)
+    given = [next(position) for _ in range(4)]
+    state = failed.state(position)
+    torch.rand(7)
+    if changed:
+        replacement.sampler.weights[:20] = 9.0
+    own = iter(replacement)
+    if changed:
+        with pytest.raises(Unsupported, match="draws other indices in the replacement"):
+            replacement.restore(state, own)
+    else:
+        replacement.restore(state, own)
+        assert not set(torch.cat(given).tolist()) & set(next(own).tolist())
 
 
 @pytest.mark.parametrize("name", ["plain", "lazy", "reading"])

@@ -52,13 +52,26 @@ class Order(Sampler[int]):
         yield from list(self.order)
 
 
+class Drawn(Sampler[int]):
+    """Draws by weights, which the script changes while it trains."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(48)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.multinomial(self.weights, 24).tolist()
+
+
 def change(what: str, loader: Any, epoch: int) -> None:
     """After each epoch."""
     if what == "weights":
         loader.dataset.weights[epoch::3] = [2.0] * 16
     elif what == "level":
         loader.dataset.level += 1
-    else:
+    elif what == "order":
         loader.batch_sampler.sampler.order.reverse()
 
 
@@ -133,6 +146,14 @@ def transformers(what: str) -> tuple[nn.Module, Any]:
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             change(what, kwargs["train_dataloader"], int(state.epoch) - 1)
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if what == "drawn":
+                trainer.drawn.weights[state.global_step] += 9.0
+
+    class Holding(kind):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=4, sampler=self.drawn)
+
     arguments = hf.TrainingArguments(
         output_dir=os.environ[OUT],
         use_cpu=True,
@@ -145,7 +166,9 @@ def transformers(what: str) -> tuple[nn.Module, Any]:
         seed=5,
     )
     model = Model()
-    trainer = kind(model, arguments, train_dataset=Rows(), callbacks=[Changing()])
+    kind = Holding if what == "drawn" else kind
+    trainer: Any = kind(model, arguments, train_dataset=Rows(), callbacks=[Changing()])
+    trainer.drawn = Drawn()
     trainer.train()
     return model, trainer.optimizer.optimizer
 
@@ -153,7 +176,7 @@ def transformers(what: str) -> tuple[nn.Module, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("framework", choices=("lightning", "transformers"))
-    parser.add_argument("what", choices=("weights", "level", "order"))
+    parser.add_argument("what", choices=("weights", "level", "order", "drawn"))
     args = parser.parse_args()
     net, optimizer = globals()[args.framework](args.what)
     report.finish(training_digest(net, [optimizer], [], {}) | {"generators": generators_digest()})

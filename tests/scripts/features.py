@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,12 +16,16 @@ import torchmetrics
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
+    LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from lit_parts import OUT, DigestOf, Digits, Net, checkpoints, loader
 from torch import nn
 from torch.nn import functional as F
@@ -137,6 +143,90 @@ class Follower(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         average = None if self.average is None else self.average.state_dict()
         return {"average": average, "loss": self.metrics["loss"].compute()}
+
+
+def _counting() -> pl.Callback:
+    """What it counts is in a closure, and changes the learning rate."""
+    seen = [0]
+
+    def count(trainer: pl.Trainer, *_: Any) -> None:
+        seen[0] += 1
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-2 / seen[0]
+
+    return LambdaCallback(on_train_batch_end=count)
+
+
+def _saving_its_configuration() -> pl.Callback:
+    """As ``LightningCLI`` adds it."""
+    parser = LightningArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    return SaveConfigCallback(parser, parser.parse_args([]))
+
+
+class Holding(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler that holds another, which its ``state_dict()`` does not give as plain data."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return self.inner.get_last_lr()
+
+    def step(self, epoch: int | None = None) -> None:
+        self.inner.step()
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+
+class Warm(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Holding(optimizer), "interval": "step"}}
+
+
+class InMemory(Logger):
+    """A logger of the script's, which only remembers."""
+
+    name, version = "memory", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, SimpleNamespace(**metrics)))
+
+
+class Enough(Exception):
+    pass
+
+
+class Raising(Net):
+    """Ends its first call with an exception."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.batches = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+        if self.batches == 5:
+            raise Enough
+
+
+class Saving(Net):
+    """Saves in the middle of an accumulation window."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            self.trainer.save_checkpoint(f"{OUT}/{self.current_epoch}-{batch_idx}.ckpt")
 
 
 class Buffered(Net):
@@ -276,6 +366,23 @@ def _fit_test_fit(
     trainer.fit(module, **data)
     extra["first"] = first  # compared on survivors only: a replacement in a later entry passes by finished ones
     return digests(trainer, module) | {"tested": repr(tested)}
+
+
+def _raised(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    with suppress(Enough):
+        trainer.fit(module, **data)
+    trainer.fit(module, **data)
+    return digests(trainer, module)
+
+
+def _remembered(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    trainer.fit(module, **data)
+    logger: Any = trainer.logger
+    return digests(trainer, module) | {"rows": repr(logger.rows)}
 
 
 def _calls(
@@ -487,6 +594,22 @@ FEATURES: dict[str, Feature] = {
         trainer=lambda: {"max_epochs": 4},
         callbacks=lambda: [StochasticWeightAveraging(5e-2, swa_epoch_start=2, annealing_epochs=2)],
         run=_averaged,
+    ),
+    "own_scheduler": Feature(module=Warm),
+    "own_logger": Feature(module=Sums, trainer=lambda: {"max_epochs": 2, "logger": InMemory()}, run=_remembered),
+    "raised": Feature(module=Raising, run=_raised),
+    "saves_between_updates": Feature(
+        module=Saving,
+        data=lambda: {"train_dataloaders": loader(112)},
+        trainer=lambda: {"max_epochs": 2, "accumulate_grad_batches": 3},
+        run=_fit_with_checkpoints,
+    ),
+    "lambda": Feature(callbacks=lambda: [_counting()]),
+    "command_line": Feature(
+        data=_with_validation(),
+        trainer=lambda: {"max_epochs": 2, "logger": CSVLogger(OUT, "csv")},
+        callbacks=lambda: [_saving_its_configuration()],
+        run=_fit_test_fit,
     ),
     "held": Feature(callbacks=lambda: [Follower()]),
     "prepared": Feature(

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1, help="0: what is trained does not depend on the device")
     parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
     parser.add_argument(
-        "--way", default="", help="how gradients are handled: view, hook, builtin, accumulate, double, zeros"
+        "--way", default="", help="how gradients are handled: view, hook, builtin, accumulate, metric, double, zeros"
     )
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script takes before it trains")
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise, draw")
@@ -103,7 +103,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=not zeros)
         if zeros:
             net[-2].used = loop["step"] < 2
-        if args.way == "accumulate":
+        if args.way in ("accumulate", "metric"):
             with ddp.no_sync():
                 (ddp(x.flip(0)) - y.flip(0)).pow(2).mean().backward()
         loss = (ddp(x) - y).pow(2).mean()
@@ -111,6 +111,8 @@ def main() -> None:
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
+        if args.way == "metric":
+            loop["loss_sum"] += ddp(x).mean().item()  # no backward: DDP reduces in the next one, although in no_sync()
         total = loss.detach().clone()
         if args.mistake == "branch" and int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")) > 0:
             total = total.double()  # another process does something else: the collective is not the one it was

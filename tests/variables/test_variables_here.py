@@ -95,11 +95,22 @@ def test_only_what_may_be_read_is_state() -> None:
             found.append(live(frame.f_code, frame.f_lasti))
             dead = batch
             count += dead
+        nn.Linear(1, 1).eval()  # is not the function of that name
         print(count)
         return found
 
     [alive, _] = script()
     assert alive is not None and {"count", "batch", "found"} <= alive and "dead" not in alive
+
+
+def test_all_may_be_read_where_they_are_named_in_a_text() -> None:
+    def script() -> frozenset[str] | None:
+        frame = sys._getframe()
+        alive = live(frame.f_code, frame.f_lasti)
+        eval("alive")
+        return alive
+
+    assert script() is None
 
 
 def test_two_names_of_one_object_that_became_two() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime, groups_made, skip_groups
@@ -44,9 +45,11 @@ class Entries:
         reporter: RecoveryReporter,
         publishing: Publishing,
         joining: Joining,
+        fall_back: Callable[[str], NoReturn],
     ) -> None:
         self._start, self._position, self._runtime, self._publisher = start, position, runtime, publisher
         self._parts, self._reporter, self._publishing, self._joining = parts, reporter, publishing, joining
+        self._fall_back = fall_back
         self._groups = 0
 
     def begin(self) -> EntryDecision:
@@ -61,7 +64,13 @@ class Entries:
         start_point.prepare()
         self._position.entry += 1
         self._runtime.enter_call(self._position.entry)
-        finished = start_point.finished(self._position.entry)
+        try:
+            finished = start_point.finished(self._position.entry)
+        except FileNotFoundError:
+            self._fall_back(
+                f"rank {self._runtime.rank}: a call before the one in which the worker failed had ended with an "
+                "exception, so that what it left behind was not kept: let fit() end by itself (trainer.should_stop)"
+            )
         if finished is None:
             return EntryDecision(False)
         result, parts = finished

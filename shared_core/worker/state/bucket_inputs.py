@@ -136,6 +136,11 @@ class BucketInputs:
         if module is not None:
             module.left = len(module.inputs)
 
+    def awaits(self, ddp: nn.Module) -> bool:
+        """Whether a module has handed over none of its buckets since its last forward. False if they are not known."""
+        module = self._modules.get(id(ddp))
+        return module is not None and 0 < module.left == len(module.inputs)
+
     def layout(self, ddp: nn.Module) -> Sequence[BucketInput]:
         """The buckets of a module in the order in which it hands them over; empty before that is known."""
         module = self._modules.get(id(ddp))

@@ -55,6 +55,8 @@ class Buckets:
         self._settled: set[int] = set()
         self._agreed: dict[int, int] = {}
         self._inputs = BucketInputs()
+        self._awaiting: set[int] = set()
+        self._counted = False
         self._broadcasts: dict[int, list[torch.Tensor]] = {}
         self._first: dict[int, FirstIteration] = {}
 
@@ -67,6 +69,7 @@ class Buckets:
         self._settled.clear()
         self._agreed.clear()
         self._inputs.clear()
+        self._awaiting.clear()
         self.eligible = 0
         known = {id(each.ddp): each for each in self._first.values()}
         static = [(number, ddp) for number, ddp in enumerate(self.modules) if ddp.static_graph]
@@ -77,13 +80,23 @@ class Buckets:
         """Whether some parameter may have no gradient: then buckets hold leftovers that mean nothing."""
         return any(ddp.find_unused_parameters or ddp.static_graph for ddp in self.modules)
 
-    def flags(self) -> list[bool]:
-        """Whether the last forward of each had gradients; DDP broadcasts buffers before the next only then."""
-        return [ddp.require_forward_param_sync for ddp in self.modules]
+    def flags(self) -> list[int]:
+        """Of each module, 1 if its last forward had gradients: DDP broadcasts buffers before the next only then. 2 is
+        added if no backward has come since, as after a forward for a metric: DDP then reduces gradients in the next
+        one, even in one inside ``no_sync``.
+        """
+        return [int(ddp.require_forward_param_sync) + 2 * self._awaits(ddp) for ddp in self.modules]
 
-    def set_flags(self, flags: list[bool]) -> None:
+    def set_flags(self, flags: list[int]) -> None:
         for ddp, flag in zip(self.modules, flags, strict=False):
-            ddp.require_forward_param_sync = flag
+            ddp.require_forward_param_sync = bool(flag & 1)
+            if flag & 2:
+                ddp.reducer.prepare_for_backward([])
+                self._inputs.forward(ddp)
+                self._awaiting.add(id(ddp))
+
+    def _awaits(self, ddp: DistributedDataParallel) -> bool:
+        return id(ddp) in self._awaiting and not ddp.static_graph and self._inputs.awaits(ddp)
 
     def unsettled(self) -> bool:
         """Whether this step boundary, which could be a recovery point, is none. Counts it: call it once a boundary."""
@@ -100,6 +113,9 @@ class Buckets:
     def handed_over(self) -> None:
         if not self._attached:
             self._unattached()
+        if not self._counted:  # a bucket of some module
+            self._awaiting.clear()
+        self._counted = False
 
     def note(self, ddp: DistributedDataParallel, op: Op) -> None:
         """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``; its result is recorded when it is
@@ -142,11 +158,14 @@ class Buckets:
         for first in self._first.values():
             first.forward(ddp)
         self._inputs.forward(ddp)
+        self._awaiting.add(id(ddp))
         self._runtime.results.release()
 
     def input_of(self, bucket: torch.Tensor) -> BucketInput | None:
         """What recomputes a bucket that DDP hands over; None if that is not known."""
-        return self._inputs.of(bucket)
+        found = self._inputs.of(bucket)
+        self._counted = found is not None
+        return found
 
     def layout(self) -> Sequence[BucketInput]:
         """The buckets of the one DDP module in the order in which it hands them over; empty before that is known."""

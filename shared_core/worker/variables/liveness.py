@@ -10,6 +10,7 @@ from typing import Any
 #: Code that names one of these may read every variable.
 READS_ALL = frozenset({"locals", "globals", "vars", "dir", "eval", "exec"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
 _JUMP_CODES = frozenset((*dis.hasjrel, *dis.hasjabs))
 
@@ -29,14 +30,14 @@ def live(code: CodeType, last: int) -> frozenset[str] | None:
 
 
 def _live(code: CodeType, last: int) -> frozenset[str] | None:
-    if not READS_ALL.isdisjoint(code.co_names):
+    if _reads_all(code):
         return None
     always = {*code.co_cellvars, *code.co_freevars}
     if not code.co_flags & 1:  # a module or a class: others look its variables up by name
         for inner in _inside(code):
             always.update(inner.co_names)
-        if not READS_ALL.isdisjoint(always):
-            return None
+            if _reads_all(inner):
+                return None
     instructions = list(dis.get_instructions(code))
     index = {each.offset: number for number, each in enumerate(instructions)}
     handlers: list[list[int]] = [[] for _ in instructions]
@@ -58,6 +59,13 @@ def _live(code: CodeType, last: int) -> frozenset[str] | None:
                 before[number], changed = now, True
     here = max((number for number, each in enumerate(instructions) if each.offset <= last), default=0)
     return frozenset(always).union(*(before[each] for each in following[here]))
+
+
+def _reads_all(code: CodeType) -> bool:
+    """Whether it names one of these, other than as an attribute, as ``model.eval()`` does."""
+    if READS_ALL.isdisjoint(code.co_names):
+        return False
+    return any(each.opname in _LOADS and each.argval in READS_ALL for each in dis.get_instructions(code))
 
 
 def _handlers(code: CodeType) -> Iterable[Any]:
