@@ -107,6 +107,13 @@ def test_a_sampler_that_draws_by_what_a_trainer_holds_and_changes_is_refused_by_
     assert result.status == 1 and "draws other indices in the replacement" in result.stderr, result.tail()
 
 
+def test_a_sampler_whose_rest_the_script_changes_in_a_pass_is_refused_by_name(jobs: Jobs) -> None:
+    """It has drawn all in advance: the indices so far are those of the failed worker, the others are not."""
+    result = jobs.run("data_changed.py", args=["plain", "tail"], faults=CHANGED)
+    assert result.status == 1 and "draws other indices in the replacement" in result.stderr, result.tail()
+    jobs.check("data_changed.py", args=["plain", "nothing"], faults=CHANGED)
+
+
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_numbers_in_it_and_what_reading_changes_are_put_back(framework: str, jobs: Jobs) -> None:
     """The data set keeps what it has read."""

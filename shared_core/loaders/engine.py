@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.loaders.contents import contents_of
-from shared_core.loaders.indices import Drawing, Follow, Indices, all_known, may_list
+from shared_core.loaders.indices import Drawing, Follow, Held, Indices, all_known, may_list
 from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.place import ReadingRecord
@@ -164,6 +164,7 @@ class Engine:
         self.compared = not listed and self.kind is not LoaderKind.SEEDED
         self._watch: OpaqueWatch | None = None
         self._said = False
+        self._held: Held | None = None
 
     def _copy(self, known: bool, listed: bool) -> None:
         """Iterate a shallow copy. The user's loader stays as it is; both share data set, sampler and generator."""
@@ -218,6 +219,7 @@ class Engine:
         if self.indices is not None:
             self.indices.watch = self._watch
             self.indices.begin(follow or Follow(), lasting=continues)
+            self._held = Held(self.indices.inner)
         with self._reading():
             inner: Iterator[Any] = iter(self.iterated)
         if self.kind is not LoaderKind.SEEDED:
@@ -261,8 +263,16 @@ class Engine:
 
     def fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
         """The next item, and a loader worker's note with it. Raises StopIteration."""
-        with self._reading():
-            return self._fetch(inner)
+        try:
+            with self._reading():
+                return self._fetch(inner)
+        finally:
+            if self._held is not None:
+                self._held.note()  # by drawing a sampler may change what it holds
+
+    def draws_otherwise(self) -> bool:
+        """Whether the script has changed what the sampler holds since the last fetch of this pass."""
+        return self._held is not None and self._held.changed()
 
     def _fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
         if self.kind is LoaderKind.SEEDED and self.in_process:

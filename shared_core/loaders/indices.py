@@ -10,10 +10,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -154,6 +158,69 @@ class Drawing(Iterator[Any]):
     def _count(self, drawn: Sequence[Any]) -> None:
         self._number += len(drawn)
         self._sums.append((self._number, zlib.crc32("".join(map(repr, drawn)).encode(), self._sums[-1][1])))
+
+
+#: What a script may change in a sampler; and what holds no sampler.
+_HELD = (torch.Tensor, np.ndarray, list, tuple, dict, set, deque)
+_NO_SAMPLERS = (*_HELD, Dataset)
+
+
+class Held:
+    """Tensors, arrays and containers that a sampler holds. A script that changes them during a pass, such as weights
+    that follow the losses, would let a replacement draw otherwise what had been drawn before.
+
+    Args:
+        sampler: and those that it holds; data sets are passed over.
+    """
+
+    #: Elements that are looked at of a container; of an array so many times sixteen.
+    _LOOKED_AT = 64
+
+    def __init__(self, sampler: Any) -> None:
+        self._holders: list[dict[str, Any]] = [{"sampler": sampler}]
+        self._visit(sampler)
+        self._marks = self._look()
+
+    def _visit(self, thing: Any) -> None:
+        draws = isinstance(thing, Sampler) or (hasattr(type(thing), "__iter__") and not isinstance(thing, _NO_SAMPLERS))
+        if draws and hasattr(thing, "__dict__") and all(vars(thing) is not each for each in self._holders):
+            self._holders.append(vars(thing))
+            for each in tuple(vars(thing).values()):
+                self._visit(each)
+
+    def note(self) -> None:
+        """What is held now counts as not changed."""
+        self._marks = self._look()
+
+    def changed(self) -> bool:
+        """Whether something has changed since the last note."""
+        now = self._look()
+        return len(now) != len(self._marks) or not all(map(_alike, now, self._marks))
+
+    def _look(self) -> list[tuple[Any, ...]]:
+        return [
+            (name, *self._mark(value))
+            for holder in self._holders
+            for name, value in holder.items()
+            if isinstance(value, _HELD)
+        ]
+
+    def _mark(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, torch.Tensor):
+            return value, None if value.is_inference() else value._version
+        if isinstance(value, np.ndarray):
+            step = max(1, value.size // (16 * self._LOOKED_AT))
+            return value, value.reshape(-1)[::step].tobytes() if value.dtype != object else None
+        step = max(1, len(value) // self._LOOKED_AT)
+        return value, len(value), *islice(value.values() if isinstance(value, dict) else value, 0, None, step)
+
+
+def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two marks, which keep what they refer to alive, are of the same objects or equal numbers."""
+    return len(one) == len(other) and all(
+        a is b or (type(a) is type(b) and type(a) in (int, float, str, bytes, tuple) and a == b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 class Indices:

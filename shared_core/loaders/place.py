@@ -37,6 +37,7 @@ class ReadingRecord:
         stream: state of a loader or data set that can tell its place, before the first batch to be read.
         contents: what is read, as far as it shows; None where nobody has looked.
         numbers: start, stop and step of a ``range``; None for anything else.
+        redrawn: the script has changed what the sampler holds since the pass began.
     """
 
     epoch: int = 0
@@ -60,6 +61,7 @@ class ReadingRecord:
     stream: Any = None
     contents: str | None = None
     numbers: list[Any] | None = None
+    redrawn: bool = False
 
     def plain(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -70,6 +70,7 @@ class Position(Iterator[Any]):
     def __next__(self) -> Any:
         engine, record = self._engine, self.record
         inner = self.inner if self.inner is not None else self._begin()
+        self._look_at_sampler()
         mark = self._mark()
         if mark is not None and record.delivered == 0:
             record.owned_first = mark.owned
@@ -108,12 +109,17 @@ class Position(Iterator[Any]):
     def up_to_date(self) -> ReadingRecord:
         """The record, with what is not noted at each fetch."""
         engine, record = self._engine, self.record
+        self._look_at_sampler()
         if engine.kind is LoaderKind.STATE:
             # Before its first item it tells where the pass before it ended. And who draws from a global generator may
             # do so only once, at the start, which nobody can see.
             begun = record.delivered > self._ahead and not record.fetches
             record.stream = self._where() if begun else None
         return record
+
+    def _look_at_sampler(self) -> None:
+        if self.record.delivered and not self.record.redrawn:
+            self.record.redrawn = self._engine.draws_otherwise()
 
     def correct_epoch(self, epoch: int) -> None:
         self.record.epoch = epoch

@@ -63,8 +63,8 @@ _OTHER_CONTENTS = (
 )
 
 _OTHER_INDICES = (
-    "rank {}: the sampler of this pass over a {} draws other indices in the replacement than in the failed worker: it "
-    "draws by what the script has changed since the pass began, such as weights that follow the losses. Draw by a copy "
+    "rank {}: the sampler of this pass over a {} draws other indices in the replacement than in the failed worker: the "
+    "script has changed what it holds since the pass began, such as weights that follow the losses. Draw by a copy "
     "that is made between epochs (docs/loops.md)"
 )
 
@@ -89,6 +89,8 @@ class _Replay:
         self._way = way_to(record, ahead=self._ahead, workers=workers, seeded=seeded, taken=already, told=told)
 
     def run(self) -> Reached:
+        if self._record.redrawn and not self._record.exhausted and not self._record.dealt:
+            raise Unsupported(_OTHER_INDICES.format(self._engine.place[1], _named(self._engine.loader)))
         reached = self._run()
         record, drawing = self._record, reached[2]
         known = drawing.sum_at(record.delivered) if drawing is not None and record.rereads is not None else None
@@ -99,9 +101,6 @@ class _Replay:
             self._way = way_to(record, ahead=self._ahead, workers=0)
             self._items.clear()
             reached = self._run()
-            again = reached[2].sum_at(record.delivered) if reached[2] is not None else None
-            if again not in (None, record.indices_sum):
-                raise Unsupported(_OTHER_INDICES.format(self._engine.place[1], _named(self._engine.loader)))
         return reached
 
     def begin_only(self) -> Reached:

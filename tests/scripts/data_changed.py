@@ -173,10 +173,36 @@ def transformers(what: str) -> tuple[nn.Module, Any]:
     return model, trainer.optimizer.optimizer
 
 
+def plain(what: str) -> tuple[nn.Module, Any]:
+    """What its sampler has drawn already stays as it was, and what it draws in this pass, too."""
+    import torch.distributed as dist
+
+    import shared_core
+
+    if not STOCK:
+        shared_core.install()
+    dist.init_process_group("gloo")
+    seed()
+    net = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    sampler = Order()
+    loader = DataLoader(Rows(), batch_size=4, sampler=sampler)
+    job = shared_core.attach(net, optimizer)
+    for _ in job.epochs(3):
+        for _, batch in job.steps(loader):
+            report.count("batch")
+            net(batch["x"]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if what == "tail":
+                sampler.order[-2], sampler.order[-1] = sampler.order[-1], sampler.order[-2]
+    return net.module, optimizer
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("framework", choices=("lightning", "transformers"))
-    parser.add_argument("what", choices=("weights", "level", "order", "drawn"))
+    parser.add_argument("framework", choices=("lightning", "transformers", "plain"))
+    parser.add_argument("what", choices=("weights", "level", "order", "drawn", "tail", "nothing"))
     args = parser.parse_args()
     net, optimizer = globals()[args.framework](args.what)
     report.finish(training_digest(net, [optimizer], [], {}) | {"generators": generators_digest()})
