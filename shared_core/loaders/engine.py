@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.loaders.contents import contents_of
-from shared_core.loaders.indices import Drawing, Follow, Held, Indices, all_known, may_list
+from shared_core.loaders.indices import Drawing, Follow, Holds, Indices, all_known, may_list
 from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.place import ReadingRecord
@@ -164,7 +164,8 @@ class Engine:
         self.compared = not listed and self.kind is not LoaderKind.SEEDED
         self._watch: OpaqueWatch | None = None
         self._said = False
-        self._held: Held | None = None
+        self._holds: Holds | None = None
+        self._refused = ""
 
     def _copy(self, known: bool, listed: bool) -> None:
         """Iterate a shallow copy. The user's loader stays as it is; both share data set, sampler and generator."""
@@ -219,7 +220,7 @@ class Engine:
         if self.indices is not None:
             self.indices.watch = self._watch
             self.indices.begin(follow or Follow(), lasting=continues)
-            self._held = Held(self.indices.inner)
+            self._holds = Holds(self.indices.inner)
         with self._reading():
             inner: Iterator[Any] = iter(self.iterated)
         if self.kind is not LoaderKind.SEEDED:
@@ -262,17 +263,28 @@ class Engine:
         return last is not None and (last is self.loader or last is getattr(self.iterated, "_iterator", None))
 
     def fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
-        """The next item, and a loader worker's note with it. Raises StopIteration."""
+        """The next item, and a loader worker's note with it.
+
+        Raises:
+            StopIteration: at the end.
+            Unsupported: as :meth:`refuse` was told.
+        """
+        if self._refused:
+            raise Unsupported(self._refused)
         try:
             with self._reading():
                 return self._fetch(inner)
         finally:
-            if self._held is not None:
-                self._held.note()  # by drawing a sampler may change what it holds
+            if self._holds is not None:
+                self._holds.note()  # by drawing a sampler may change what it holds
+
+    def refuse(self, why: str) -> None:
+        """Fetch nothing any more. Whoever looks at the data set and the sampler can still say what has changed."""
+        self._refused = why
 
     def draws_otherwise(self) -> bool:
         """Whether the script has changed what the sampler holds since the last fetch of this pass."""
-        return self._held is not None and self._held.changed()
+        return self._holds is not None and self._holds.changed()
 
     def _fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
         if self.kind is LoaderKind.SEEDED and self.in_process:

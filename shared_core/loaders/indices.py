@@ -165,7 +165,7 @@ _HELD = (torch.Tensor, np.ndarray, list, tuple, dict, set, deque)
 _NO_SAMPLERS = (*_HELD, Dataset)
 
 
-class Held:
+class Holds:
     """Tensors, arrays and containers that a sampler holds. A script that changes them during a pass, such as weights
     that follow the losses, would let a replacement draw otherwise what had been drawn before.
 

@@ -140,6 +140,17 @@ def of_a_peer(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
 
 
+def draws_otherwise(record: ReadingRecord, rank: int) -> str:
+    """Why the indices of a pass that a rank was in cannot be drawn again; empty if they can."""
+    if not record.redrawn or record.exhausted or record.dealt:
+        return ""
+    return (
+        f"rank {rank}: the script has changed what the sampler of this pass holds since the pass began, such as "
+        "weights that follow the losses: a replacement would draw other indices. Draw by a copy that is made between "
+        "epochs (docs/loops.md)"
+    )
+
+
 def from_origin(state: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
     """A place in the data, where what a ``range`` goes through is the script's own as far as that may be another.
 

@@ -11,7 +11,7 @@ from shared_core.errors import Unsupported
 from shared_core.loaders.contents import summed
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing, Follow
-from shared_core.loaders.place import ReadingRecord, needed, way_to
+from shared_core.loaders.place import ReadingRecord, draws_otherwise, needed, way_to
 from shared_core.loaders.randomness import write_random
 from shared_core.loaders.reader import Note, ReaderStart
 from shared_core.waiting import Wait
@@ -62,12 +62,6 @@ _OTHER_CONTENTS = (
     "separate epoch, or make the data independent of what training changes (docs/loops.md)"
 )
 
-_OTHER_INDICES = (
-    "rank {}: the sampler of this pass over a {} draws other indices in the replacement than in the failed worker: the "
-    "script has changed what it holds since the pass began, such as weights that follow the losses. Draw by a copy "
-    "that is made between epochs (docs/loops.md)"
-)
-
 
 class _Replay:
     def __init__(
@@ -89,8 +83,8 @@ class _Replay:
         self._way = way_to(record, ahead=self._ahead, workers=workers, seeded=seeded, taken=already, told=told)
 
     def run(self) -> Reached:
-        if self._record.redrawn and not self._record.exhausted and not self._record.dealt:
-            raise Unsupported(_OTHER_INDICES.format(self._engine.place[1], _named(self._engine.loader)))
+        if why := draws_otherwise(self._record, self._engine.place[1]):
+            raise Unsupported(why)
         reached = self._run()
         record, drawing = self._record, reached[2]
         known = drawing.sum_at(record.delivered) if drawing is not None and record.rereads is not None else None
@@ -101,6 +95,13 @@ class _Replay:
             self._way = way_to(record, ahead=self._ahead, workers=0)
             self._items.clear()
             reached = self._run()
+            again = reached[2].sum_at(record.delivered) if reached[2] is not None else None
+            if again not in (None, record.indices_sum):
+                self._engine.refuse(
+                    f"rank {self._engine.place[1]}: the sampler of this pass over a {_named(self._engine.loader)} "
+                    "draws other indices in the replacement than in the failed worker: it depends on something that "
+                    "training changes. Let it draw by a copy that is made between epochs (docs/loops.md)"
+                )
         return reached
 
     def begin_only(self) -> Reached:

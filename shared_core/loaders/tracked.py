@@ -11,7 +11,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.loaders.engine import Orders
-from shared_core.loaders.place import from_origin, of_a_peer
+from shared_core.loaders.place import ReadingRecord, draws_otherwise, from_origin, of_a_peer
 from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import read_random, write_random
 from shared_core.loaders.resumable import wrap_loader
@@ -42,6 +42,9 @@ class LoaderOwner(Protocol):
     def origin(self) -> str:
         """Whose state is being restored: of the ``same`` run, of a ``checkpoint``, or of an ``other`` rank."""
 
+    def fall_back(self, reason: str) -> NoReturn:
+        """All workers start again; does not return."""
+
     @property
     def orders(self) -> Orders | None:
         """Where the order of each pass is published; None where it is never read."""
@@ -57,6 +60,15 @@ class LoaderOwner(Protocol):
     @property
     def joining(self) -> bool:
         """Whether it has not reached the failed worker's place yet."""
+
+
+def fall_back_if_redrawn(worker: LoaderOwner, state: Mapping[str, Any]) -> None:
+    """Let all workers start again if a replacement cannot draw the indices of a loader's pass again. A start from a
+    checkpoint ends with an error there.
+    """
+    if worker.origin == "same" and state["live"] and state["iterations"]:
+        if why := draws_otherwise(ReadingRecord(**state["iterations"][-1]), worker.rank):
+            worker.fall_back(why)
 
 
 class TrackedLoader:
@@ -129,7 +141,10 @@ class TrackedLoader:
         return position.last_items if isinstance(position, Position) else []
 
     def go_to(self, state: Mapping[str, Any], position: Iterator[Any]) -> None:
-        """Put ``position`` where an iteration of the failed worker's was; the global generators stay as they are."""
+        """Put ``position`` where an iteration of the failed worker's was; the global generators stay as they are. Does
+        not return where its indices cannot be drawn again: all workers start again.
+        """
+        fall_back_if_redrawn(self._worker, state)
         random = read_random()  # of the step boundary; reading items again draws from the generators
         self.loader.restore(from_origin(state, self._worker.origin), position)
         write_random(random)

@@ -224,7 +224,7 @@ def _main() -> None:
     process.become_subreaper()
     import_all()
     process.collapse_memory()
-    process.collapse_memory = lambda: None  # it is done: a zygote of a job would copy what it shares with this process
+    process.collapse_memory = lambda: 0  # it is done: a zygote of a job would copy what it shares with this process
     _serve(*pipes())
 
 
