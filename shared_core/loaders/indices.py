@@ -163,6 +163,8 @@ class Drawing(Iterator[Any]):
 #: What a script may change in a sampler; and what holds no sampler.
 _HELD = (torch.Tensor, np.ndarray, list, tuple, dict, set, deque)
 _NO_SAMPLERS = (*_HELD, Dataset)
+#: Samplers that draw by nothing but numbers and generators.
+_WITHOUT_VALUES = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler)
 
 
 class Holds:
@@ -177,16 +179,20 @@ class Holds:
     _LOOKED_AT = 64
 
     def __init__(self, sampler: Any) -> None:
-        self._holders: list[dict[str, Any]] = [{"sampler": sampler}]
+        self._holders: list[dict[str, Any]] = [{"sampler": sampler}] if isinstance(sampler, _HELD) else []
+        self._seen: set[int] = set()
         self._visit(sampler)
         self._marks = self._look()
 
     def _visit(self, thing: Any) -> None:
         draws = isinstance(thing, Sampler) or (hasattr(type(thing), "__iter__") and not isinstance(thing, _NO_SAMPLERS))
-        if draws and hasattr(thing, "__dict__") and all(vars(thing) is not each for each in self._holders):
+        if not draws or id(thing) in self._seen or not hasattr(thing, "__dict__"):
+            return
+        self._seen.add(id(thing))
+        if type(thing) not in _WITHOUT_VALUES:
             self._holders.append(vars(thing))
-            for each in tuple(vars(thing).values()):
-                self._visit(each)
+        for each in tuple(vars(thing).values()):
+            self._visit(each)
 
     def note(self) -> None:
         """What is held now counts as not changed."""
@@ -211,14 +217,15 @@ class Holds:
         if isinstance(value, np.ndarray):
             step = max(1, value.size // (16 * self._LOOKED_AT))
             return value, value.reshape(-1)[::step].tobytes() if value.dtype != object else None
-        step = max(1, len(value) // self._LOOKED_AT)
-        return value, len(value), *islice(value.values() if isinstance(value, dict) else value, 0, None, step)
+        if isinstance(value, (list, tuple)):
+            return value, len(value), *value[:: max(1, len(value) // self._LOOKED_AT)]
+        return value, len(value), *islice(value.values() if isinstance(value, dict) else value, self._LOOKED_AT)
 
 
 def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether two marks, which keep what they refer to alive, are of the same objects or equal numbers."""
     return len(one) == len(other) and all(
-        a is b or (type(a) is type(b) and type(a) in (int, float, str, bytes, tuple) and a == b)
+        a is b or (type(a) is type(b) and type(a) in (int, float, str, bytes) and a == b)
         for a, b in zip(one, other, strict=True)
     )
 
