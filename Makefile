@@ -102,6 +102,7 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
 	$(PY) -m benchmarks.recovery_curves --json runs/bench/recovery_curves.json
 	$(PY) -m benchmarks.scale --json runs/bench/scale.json
+	$(PY) -m benchmarks.forming --json runs/bench/forming.json
 	$(PY) -m benchmarks.startup --json runs/bench/startup.json
 	$(PY) -m benchmarks.copies --json runs/bench/copies.json
 	$(PY) -m benchmarks.undo --json runs/bench/undo.json

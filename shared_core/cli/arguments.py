@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=told, help="print the version and exit")
 
     def tell_briefly(self, usage: str, groups: Mapping[str, Sequence[str]]) -> None:
-        """Let ``--help`` print some options, each with its first sentence; ``--help-all`` prints everything.
-        ``groups``: by their title, the destinations of these options.
+        """Let ``--help`` print some options, each with its first sentence and its default; ``--help-all`` prints
+        everything. ``groups``: by their title, the destinations of these options.
         """
         by_name = {action.dest: action for action in self._actions}
         self._brief = argparse.ArgumentParser(
@@ -52,7 +52,10 @@ class Parser(argparse.ArgumentParser):
             for action in (by_name[name] for name in names):
                 shown = copy.copy(action)
                 shown.option_strings = [each for each in action.option_strings if "_" not in each]
-                shown.help = re.split(r"(?<!e\.g)\. (?=\w)", str(action.help).strip())[0].rstrip(".")
+                text = str(action.help).strip()
+                shown.help = re.split(r"(?<!e\.g)\. (?=\w)", text)[0].rstrip(".")
+                if default := re.search(r"Default: (\w+)\.$", text):
+                    shown.help += f" [{default[1]}]"
                 if action.choices is not None:
                     shown.metavar = "MODE"
                     shown.help = ", ".join(map(str, action.choices))

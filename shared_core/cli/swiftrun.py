@@ -143,7 +143,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     flag(
         "lease",
-        "A machine counts as failed after so many seconds without a sign of life. Default: 2.",
+        "A machine counts as failed after so long without a sign of life. Default: 2.",
         type=arguments.number(0.2, 3600.0),
         default=2.0,
         metavar="SECONDS",
