@@ -84,36 +84,39 @@ def test_an_end_without_an_owner_is_not_known(way: str, monkeypatch: pytest.Monk
 
 
 GONE = """
-import sys, threading
+import os, threading
 from datetime import timedelta
 from torch.distributed import HashStore
 from shared_core.errors import GenerationAbandoned
 from shared_core.worker.comm.gloo import InnerGroup
 
 class Silent:  # its owner says where it listens, and nothing more
-    def __init__(self, inner): self.inner = inner
+    def __init__(self, inner, said): self.inner, self.said = inner, said
     def __getattr__(self, name): return getattr(self.inner, name)
-    def check(self, keys): said.set(); threading.Event().wait()
+    def check(self, keys): self.said.set(); threading.Event().wait()
 
-def connect(rank, store):
+def connect(rank, store, said):
     return InnerGroup.connect(
         store, rank, range(2), operation_timeout=timedelta(seconds=100), connect_timeout_s=100.0, wait_timeout_s=100.0,
         abandoned=said.is_set, what="the group",
     )
 
-store, said = HashStore(), threading.Event()
-threading.Thread(target=connect, args=(1, Silent(store)), daemon=True).start()
-try:
-    connect(0, store)
-except GenerationAbandoned:
-    print("given up")
+for _ in range(30):  # which of the two connects to the other depends on their ports
+    store, said = HashStore(), threading.Event()
+    threading.Thread(target=connect, args=(1, Silent(store, said), said), daemon=True).start()
+    try:
+        connect(0, store, said)
+    except GenerationAbandoned:
+        print("given up", flush=True)
+        break
+os._exit(0)
 """
 
 
 def test_a_member_that_does_not_answer_is_given_up_with_its_generation() -> None:
     """gloo itself would try for minutes."""
     done = subprocess.run(
-        [sys.executable, "-c", GONE + "import os; sys.stdout.flush(); os._exit(0)"],
+        [sys.executable, "-c", GONE],
         capture_output=True,
         text=True,
         timeout=60,
