@@ -282,7 +282,7 @@ class Engine:
         """Fetch nothing any more. Whoever looks at the data set and the sampler can still say what has changed."""
         self._refused = why
 
-    def draws_otherwise(self) -> bool:
+    def sampler_changed(self) -> bool:
         """Whether the script has changed what the sampler holds since the last fetch of this pass."""
         return self._holds is not None and self._holds.changed()
 

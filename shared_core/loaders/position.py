@@ -119,7 +119,7 @@ class Position(Iterator[Any]):
 
     def _look_at_sampler(self) -> None:
         if self.record.delivered and not self.record.redrawn:
-            self.record.redrawn = self._engine.draws_otherwise()
+            self.record.redrawn = self._engine.sampler_changed()
 
     def correct_epoch(self, epoch: int) -> None:
         self.record.epoch = epoch

@@ -76,7 +76,7 @@ class DashboardServer:
         self._serves = False
 
     def serve(self, pages: Mapping[str, Page]) -> None:
-        """Answer in a thread of its own, which ends with the process. ``pages``: by path."""
+        """Start a daemon thread that serves ``pages``, by path."""
         self._http.pages = pages
         run = functools.partial(self._http.serve_forever, poll_interval=0.1)  # so long the end waits for it
         threading.Thread(target=run, name="swift-watch", daemon=True).start()

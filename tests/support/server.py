@@ -95,6 +95,16 @@ def import_all() -> None:
     gc.freeze()
 
 
+def _told(end: BaseException) -> int:
+    """The exit status of a program that ended so; prints what Python would."""
+    if not isinstance(end, SystemExit):
+        traceback.print_exception(end)
+        return 1
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr)
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
 def end_as(program: Callable[[], None]) -> NoReturn:
     """In a forked process: run ``program`` and end as Python would after it, but for the memory of what was imported.
 
@@ -104,15 +114,10 @@ def end_as(program: Callable[[], None]) -> NoReturn:
     own, status = os.getpid(), 0
     try:
         program()
-    except SystemExit as end:
+    except BaseException as end:  # whatever it is, it must not go on in the server's own code
         if os.getpid() != own:
             raise
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
+        status = _told(end)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
     gc.collect()  # files that nobody closed are written

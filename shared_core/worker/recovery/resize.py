@@ -148,7 +148,7 @@ def _between(
 
 
 class Draining:
-    """What one worker does when the number of workers changes. Each method runs on a thread of its own."""
+    """What one worker does when the number of workers changes. Each method runs on its own thread."""
 
     def __init__(self, context: Context, donor: Donor, frontier_builder: FrontierBuilder) -> None:
         self._env, self._runtime = context.env, context.runtime
