@@ -32,12 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def tell_version(self) -> None:
         """Add ``--version``, which prints the program's name and version and ends."""
-        try:
-            found = version(DISTRIBUTION)
-        except PackageNotFoundError:  # the sources of a checkout, which nobody has installed
-            found = "(not installed)"
-        told = f"{self.prog.split()[0]} {found}"
-        self.add_argument("--version", action="version", version=told, help="print the version and exit")
+        self.add_argument("--version", action=_TellVersion, nargs=0, help="print the version and exit")
 
     def tell_briefly(self, usage: str, groups: Mapping[str, Sequence[str]]) -> None:
         """Let ``--help`` print some options, each with its first sentence and its default; ``--help-all`` prints
@@ -97,6 +92,16 @@ class Parser(argparse.ArgumentParser):
 class _Wide(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=max(100, shutil.get_terminal_size().columns - 2))
+
+
+class _TellVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        try:
+            found = version(DISTRIBUTION)
+        except PackageNotFoundError:  # the sources of a checkout, which nobody has installed
+            found = "(not installed)"
+        print(parser.prog.split()[0], found)
+        parser.exit(0)
 
 
 class _HelpAll(argparse.Action):

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.support.ports import free_ports
-from tests.support.server import Server, end_as, import_all, pipes, say
+from tests.support.server import PLAIN, Server, end_as, say
 
 PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.utils.data",
     "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks",
     "lightning.pytorch",
     "torchmetrics",
     "accelerate",
@@ -42,7 +43,7 @@ class PlainLauncher(Server):
     """Starts jobs of plain workers; :meth:`close` ends it."""
 
     def __init__(self) -> None:
-        super().__init__("tests.support.plain", PRELOAD, {"OMP_NUM_THREADS": "1"})
+        super().__init__(PLAIN)
 
     def run(
         self,
@@ -76,7 +77,9 @@ class PlainLauncher(Server):
         return int(self.answer()["status"])
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Run jobs one after the other."""
+    os.environ.pop("PYTHONHASHSEED")  # stock has none
     for line in requests:
         say(answers, {"status": _run(json.loads(line))})
 
@@ -170,15 +173,3 @@ def _keep_ended_groups() -> None:
         end(group)
 
     dist.destroy_process_group = end_and_keep
-
-
-def _main() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    import_all()
-    _serve(*pipes())
-
-
-if __name__ == "__main__":
-    _main()

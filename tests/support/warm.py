@@ -22,7 +22,7 @@ from shared_core.protocol.request import SINGLE_THREADED
 from shared_core.system import process
 from shared_core.worker.start import zygote
 from tests.support.processes import describe
-from tests.support.server import Server, end_as, import_all, pipes, say
+from tests.support.server import WARM, Server, end_as, say
 
 PRELOAD = (
     "torch",
@@ -52,7 +52,7 @@ class WarmLauncher(Server):
     """Starts jobs one after the other; :meth:`close` ends it."""
 
     def __init__(self) -> None:
-        super().__init__("tests.support.warm", PRELOAD, SINGLE_THREADED | {"PYTHONHASHSEED": "0"})
+        super().__init__(WARM)
         #: Process ids of the newest job's launchers.
         self.pids: list[int] = []
 
@@ -83,7 +83,9 @@ class WarmLauncher(Server):
         return None if answer is None else (list(answer["statuses"]), list(answer["orphans"]))
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Start the launchers of jobs, one job after the other."""
+    process.become_subreaper()
     for line in requests:
         pids = []
         for request in json.loads(line):
@@ -218,15 +220,3 @@ def _become_zygote(fd: int, launcher: int, env: dict[str, str]) -> None:
     sys.argv = ["zygote", str(fd), str(launcher)]
     zygote.main()  # returns in a worker whose program has ended
     raise SystemExit(0)
-
-
-def _main() -> None:
-    process.become_subreaper()
-    import_all()
-    process.collapse_memory()
-    process.collapse_memory = lambda: 0  # it is done: a zygote of a job would copy what it shares with this process
-    _serve(*pipes())
-
-
-if __name__ == "__main__":
-    _main()

@@ -127,8 +127,10 @@ def make_way(folder: Path) -> None:
     stay, as they would without us; so does this product.
     """
     inside = os.path.realpath(folder) + os.sep
-    for name in beside(folder).intersection(map(_package, sys.modules)) - _OURS - {"__main__", "encodings"}:
-        spec = getattr(sys.modules.get(name), "__spec__", None)
+    for name in beside(folder) - _OURS - {"__main__", "encodings"}:
+        if name not in sys.modules:  # asked one by one: to go through all would copy memory shared with the zygote
+            continue
+        spec = getattr(sys.modules[name], "__spec__", None)
         origin = getattr(spec, "origin", None)
         if origin in ("built-in", "frozen") or os.path.realpath(origin or "").startswith(inside):
             continue

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -64,7 +65,10 @@ def _preload(modules: list[str], report: dict[str, Any]) -> None:
 
 
 def _settle(report: dict[str, Any]) -> dict[str, Any]:
-    """Make the memory cheap to fork and to free."""
+    """Make the memory cheap to fork and to free, and do what each worker would copy memory for."""
+    isinstance({}, Mapping)  # Python remembers it, after a walk through all classes of mappings
+    if (scopes := sys.modules.get("shared_core.worker.variables.scopes")) is not None:
+        scopes.OWN_MODULES.look()
     gc.collect()
     gc.freeze()  # the collector would touch, and so copy, every page that is shared with the workers
     with suppress(OSError, ValueError):

@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -126,12 +127,49 @@ class _Plan:
     classes: list[_Class]
 
 
+class _OwnModules:
+    """The script's modules: ``__main__``, and the others in the order of their import.
+
+    Each module is looked at once, and a zygote does it before it forks: to look at a module writes to its memory, which
+    copies it where it is shared, and there are some 3,000.
+    """
+
+    #: So many of the newest modules are looked through for those that have come.
+    _NEWEST = 64
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, types.ModuleType]] = []
+        self._seen: tuple[int, int, int] | None = None
+        self._newest = ""
+
+    def look(self) -> list[tuple[str, types.ModuleType]]:
+        """Those that are there now, by their names; the same list as before where no module has come or gone."""
+        newest = next(reversed(sys.modules))
+        seen = len(sys.modules), len(SCRIPT_FOLDERS), id(sys.modules.get("__main__"))
+        if seen == self._seen and newest == self._newest:
+            return self._found
+        come, kept = list(islice(reversed(sys.modules), self._NEWEST)), []  # at once: other threads import too
+        if self._seen is not None and self._seen[1] == seen[1] and self._newest in come:
+            kept = [name for name, _ in self._found]
+            del come[come.index(self._newest) :]
+        else:
+            come = list(reversed(sys.modules))
+        names = dict.fromkeys(("__main__", *kept, *reversed(come)))
+        modules = [(name, sys.modules.get(name)) for name in names if name != "__mp_main__"]
+        self._seen, self._newest = seen, newest
+        self._found = [(name, each) for name, each in modules if isinstance(each, types.ModuleType) and _is_own(each)]
+        return self._found
+
+
+#: The script's modules of this process.
+OWN_MODULES = _OwnModules()
+
+
 class Scopes:
     def __init__(self) -> None:
         # By id: hashing code objects reads all of them. The code is kept too, so that its id is not reused.
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}
-        self._modules: list[tuple[str, dict[str, Any]]] = []
-        self._seen_modules = (-1, 0)
+        self._modules: list[tuple[str, types.ModuleType]] = []
         self._known: set[int] = set()
         self._plans: dict[tuple[str, Any], _Plan] = {}
         self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
@@ -162,18 +200,14 @@ class Scopes:
             yield from self._of_module(name, own, running.get(id(own)))
 
     def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
-        if (len(sys.modules), len(SCRIPT_FOLDERS)) != self._seen_modules:
-            self._seen_modules = len(sys.modules), len(SCRIPT_FOLDERS)
-            self._modules = [
-                (name, vars(each))
-                for name, each in list(sys.modules.items())
-                if isinstance(each, types.ModuleType) and name != "__mp_main__" and _is_own_module(each)
-            ]
-            self._known = {id(own) for _, own in self._modules}
+        modules = OWN_MODULES.look()
+        if modules is not self._modules:
+            self._modules, self._known = modules, {id(vars(module)) for _, module in modules}
         for number, frame in running.items():
             if number not in self._known:
                 yield str(frame.f_globals.get("__name__")), frame.f_globals
-        yield from self._modules
+        for name, module in modules:
+            yield name, vars(module)
 
     def _of_module(self, name: str, own: dict[str, Any], frame: types.FrameType | None) -> Iterator[Scope]:
         if frame is not None and frame.f_code.co_name != "<module>":
@@ -279,7 +313,7 @@ def _is_own_file(file: str) -> bool:
     return not of_libraries(file) and not file.startswith(OURS)
 
 
-def _is_own_module(module: types.ModuleType) -> bool:
+def _is_own(module: types.ModuleType) -> bool:
     if module.__name__ == "__main__":
         return True
     file = getattr(module, "__file__", None)
