@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import re
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
-import pytest
+from harness import Jobs
 
 ROOT = Path(__file__).parents[1]
 #: What an example may use besides what it makes.
@@ -70,21 +66,22 @@ def public(package: str) -> dict[str, str]:
     return {name: example(inspect.getdoc(getattr(module, name)) or "") for name in module.__all__}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-@pytest.mark.timeout(400)
-def test_each_public_name_has_an_example_that_runs(tmp_path: Path) -> None:
+def test_each_public_name_has_an_example_that_runs(jobs: Jobs) -> None:
     examples = {f"{package}.{name}": code for package in BEFORE for name, code in public(package).items()}
     assert not [name for name, code in examples.items() if not code], "no example"
-    script = tmp_path / "examples.py"
+    out = jobs.folder("examples")
     before = "".join(map(textwrap.dedent, BEFORE.values()))
-    script.write_text(before + COMMON + f"EXAMPLES = {examples!r}\n" + EACH)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    (out / "examples.py").write_text(before + COMMON + f"EXAMPLES = {examples!r}\n" + EACH)
+    status = jobs.plain.run(
+        str(out / "examples.py"),
+        [],
+        nproc=1,
+        env={"PYTHONPATH": str(ROOT)},
+        cwd=str(out),
+        stdout=str(out / "stdout"),
+        stderr=str(out / "stderr"),
+        timeout_s=100.0,
     )
-    assert done.returncode == 0, f"after {done.stdout.split()[-1:]}: {done.stderr}"
+    tried = (out / "stdout").read_text().split()
+    assert status == 0, f"in {tried[-1:]}: {(out / 'stderr').read_text()}"
+    assert {*examples} <= {*tried}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
+import importlib
 import itertools
 import random
 import socket
 import sys
+import types
 import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ from shared_core.pipeline.compat import OF_MODULES
 from shared_core.worker.variables import data_sets, writer
 from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
-from shared_core.worker.variables.scopes import import_again
+from shared_core.worker.variables.scopes import OWN_MODULES, import_again
 from shared_core.worker.variables.variables import Origin, Variables
 from shared_core.worker.variables.writer import ValueWriter, read_own
 
@@ -321,6 +323,29 @@ def test_only_modules_of_the_script_are_imported_again(tmp_path: Path, monkeypat
     assert "beside_it" in sys.modules and library not in sys.modules and random.getstate() == before
     assert not import_again(["beside_it"])
     del sys.modules["beside_it"]
+
+
+def test_modules_of_the_script_come_go_and_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first_own", "second_own"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def own() -> list[tuple[str, types.ModuleType]]:
+        return [each for each in OWN_MODULES.look() if each[0].endswith("_own")]
+
+    assert own() == [] and OWN_MODULES.look() is OWN_MODULES.look()
+    first = importlib.import_module("first_own")
+    assert own() == [("first_own", first)]
+    del sys.modules["first_own"]
+    second = importlib.import_module("second_own")  # as many as before
+    assert own() == [("second_own", second)]
+    again = importlib.import_module("first_own")
+    assert again is not first and own() == [("second_own", second), ("first_own", again)]
+    for each in range(OWN_MODULES._NEWEST + 1):  # more than are looked through
+        monkeypatch.setitem(sys.modules, f"library_{each}", types.ModuleType(f"library_{each}"))
+    assert own() == [("second_own", second), ("first_own", again)]
+    del sys.modules["second_own"], sys.modules["first_own"]
+    assert own() == []
 
 
 class Named(nn.Linear):
