@@ -11,7 +11,7 @@ import sys
 from harness import Jobs, session_jobs
 
 #: Runs of one job, whose groups all stay, each with threads of gloo; and workers.
-EACH, WORKERS = 2, 4
+EACH, WORKERS = 1, 4
 
 
 def runs(jobs: Jobs, number: int) -> tuple[int, str]:

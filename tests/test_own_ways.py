@@ -15,6 +15,7 @@ SCRIPT = "own_ways.py"
 LATE = {
     "libraries": [Fault(1, 6, "collective.before", "SIGKILL"), Fault(0, 13, "collective.after", "SIGKILL")],
     "settings": [Fault(1, 8, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
+    "places": [Fault(1, 8, "collective.before", "SIGKILL"), Fault(0, 12, "collective.before", "SIGKILL")],
     "beside": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 12, "collective.before", "SIGKILL")],
     "again": [Fault(0, 4, "collective.before", "SIGKILL")],
     "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
@@ -27,14 +28,14 @@ _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 
 @pytest.mark.parametrize("part", LATE)
 def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
-    """State in objects of libraries, settings of the process, an optimizer that is not attached; groups that
-    are ended and made again; a script that resumes from its own newest file, so that a replacement begins elsewhere;
-    parameters that no optimizer steps."""
+    """State in objects of libraries and in places that are easily forgotten, settings of the process, an optimizer that
+    is not attached; groups that are ended and made again; a script that resumes from its own newest file, so that a
+    replacement begins elsewhere; parameters that no optimizer steps."""
     again = part == "again"  # plain gloo hangs now and then where a group is made again
     jobs.check(SCRIPT, args=[part], faults=LATE[part], reference_launcher="swiftrun" if again else "plain")
 
 
-@pytest.mark.parametrize("part", ["libraries", "settings", "beside"])
+@pytest.mark.parametrize("part", ["libraries", "settings", "places", "beside"])
 def test_without_the_capture_it_is_not_put_back(part: str, jobs: Jobs) -> None:
     """A control of the tests above."""
     with pytest.raises(Mismatch):

@@ -4,13 +4,20 @@ optimizer."""
 from __future__ import annotations
 
 import argparse
+import contextvars
 import ctypes
 import decimal
+import functools
 import io
+import logging
 import multiprocessing
 import os
 import queue
 import random
+import re
+import threading
+import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +35,73 @@ from tests.support.digest import digest, training_digest
 from tests.support.report import Report, end_group, generators_digest
 
 FILE = "last.pt"
+CONTEXT, LOCAL = contextvars.ContextVar("context", default=0.0), threading.local()
+
+
+class Only:
+    """There is one, which the class keeps."""
+
+    _made: Only | None = None
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @classmethod
+    def get(cls) -> Only:
+        if cls._made is None or cls._made.count > 5:
+            cls._made = cls()
+        return cls._made
+
+
+@functools.cache
+def registry() -> dict[str, float]:
+    return {"seen": 0.0}
+
+
+def smaller(one: float, other: float) -> float:
+    return min(one, other)
+
+
+def larger(one: float, other: float) -> float:
+    return max(one, other)
+
+
+choose = smaller
+
+
+def places(net: nn.Module) -> Callable[[int], float]:
+    """Keeps something in every place that is easily forgotten. Returns the factor of a step, which depends on all."""
+    latent = torch.zeros(2, requires_grad=True)
+    settings = types.ModuleType("settings")
+    pattern, rate, logger = re.compile("a"), lambda step: 0.5 * step, logging.getLogger("own")
+    LOCAL.total = settings.rate = 0.0
+    registry()
+
+    class Here:
+        count = 0
+
+    def step(number: int) -> float:
+        global choose
+        nonlocal pattern, rate
+        Only.get().count += 1
+        Here.count += 2
+        CONTEXT.set(CONTEXT.get() + 0.5)
+        LOCAL.total += number
+        settings.rate += 0.25
+        registry()["seen"] += 1.0
+        (latent * number).sum().backward()
+        for parameter in net.parameters():
+            parameter.average = getattr(parameter, "average", 0.0) * 0.5 + parameter.detach().mean().item()
+        if number == 3:
+            choose, pattern = larger, re.compile("b")
+            rate = lambda step: 0.25 * step + 1.0  # noqa: E731
+            logger.setLevel(logging.ERROR)
+        found = [Only.get().count, Here.count, CONTEXT.get(), LOCAL.total, settings.rate, registry()["seen"]]
+        found += [choose(1.0, 2.0), rate(number), float(pattern.pattern == "b"), float(logger.isEnabledFor(30))]
+        found += [latent.grad.sum().item(), *(parameter.average for parameter in net.parameters())]
+        return 1.0 + 0.001 * sum(place * value for place, value in enumerate(found, 1))
+
+    return step
 
 
 class Libraries:
@@ -56,7 +130,7 @@ class Libraries:
 def train() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "part", choices="libraries settings beside again iterator numbers list epochs by_hand divided".split()
+        "part", choices="libraries settings places beside again iterator numbers list epochs by_hand divided".split()
     )
     part = parser.parse_args().part
     report = Report()
@@ -103,6 +177,10 @@ def train() -> dist.ProcessGroup:
         for _ in job.epochs(2):
             for step, _ in job.steps(range(8)):
                 update(held.step(float(step)))
+    elif part == "places":
+        factor = places(net)
+        for step, _ in job.steps(range(14)):
+            update(factor(step))
     elif part == "settings":
         for epoch in job.epochs(3):
             for step, _ in job.steps(range(4)):
@@ -111,8 +189,21 @@ def train() -> dist.ProcessGroup:
                     decimal.getcontext().prec = 5
                     os.makedirs(f"folder{rank}", exist_ok=True)
                     os.chdir(f"folder{rank}")
+                    os.environ["STAGE"] = "2"
+                    torch.set_float32_matmul_precision("medium")
+                    torch.backends.mkldnn.enabled = False
+                    np.set_printoptions(precision=2)
+                    logging.root.setLevel(logging.ERROR)
                 noise = torch.rand(1).item()  # another number with each type
-                update(float(decimal.Decimal(1) / 3) + noise + float(os.path.basename(os.getcwd()) == f"folder{rank}"))
+                seen = [
+                    decimal.Decimal(1) / 3,
+                    os.environ.get("STAGE", 0),
+                    logging.root.level,
+                    str(np.array([1 / 3]))[1:-1],
+                ]
+                seen += [noise, os.path.basename(os.getcwd()) == f"folder{rank}", torch.backends.mkldnn.enabled]
+                seen += [torch.get_float32_matmul_precision() == "medium"]
+                update(sum(place * float(each) for place, each in enumerate(seen, 1)))
     elif part == "beside":
         table, expert = nn.Linear(8, 1), nn.Linear(1100, 1100)  # the expert is too large to be a variable
         adagrad, adam = torch.optim.Adagrad(table.parameters()), torch.optim.Adam(expert.parameters())

@@ -53,7 +53,7 @@ def steps(again: bool, origin: Origin = "same", variables: Variables | None = No
     variables = variables or Variables(0)
     for step in range(AT if again else 0, END):
         if again and step == AT:
-            _refusals.append(variables.restore(_taken, origin))
+            _refusals.append(variables.restore(dict(_taken), origin))
         elif not again:
             captured = variables.capture()
             if step == AT:

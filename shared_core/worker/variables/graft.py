@@ -26,19 +26,36 @@ from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.randomness import set_generator_state
 from shared_core.worker.variables.attached_memory import shows
-from shared_core.worker.variables.kinds import ITERATORS, VALUES, kind_of, name_of, numbers_of_c, slots_of
+from shared_core.worker.variables.kinds import (
+    ITERATORS,
+    VALUES,
+    attributes_of_class,
+    attributes_of_tensor,
+    kind_of,
+    name_of,
+    numbers_of_c,
+    slots_of,
+)
 from shared_core.worker.variables.writer import (
     MODULE_PARTS,
     OF_DATA,
     Unbound,
     ValueWriter,
     attributes_of,
+    hooks_of,
     iterator_state,
+    mark_of,
+    mark_of_code,
+    namespace_of,
+    results_of,
     state_of,
+    tensors_of,
 )
 
 #: Kinds of objects that are never filled.
 _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
+#: Kinds of objects that are filled, but not made.
+_NEVER_MADE = frozenset({"random", "class", "namespace", "scripted", "context", "cache", "logger"})
 _PLAIN = (list, dict, set)
 _STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
@@ -142,10 +159,12 @@ class Graft:
             self._here[new] = self._as_here(kind, cls, parts, old, same, path)
             return
         if kind == "function":
-            same = same and name_of(old) == parts[0]
+            same = same and name_of(old) == parts[0] and mark_of(old) == parts[3]
             if not same:
-                self._here[new] = self._find(parts[0], old, path)
+                self._here[new] = self._find_function(parts[0], parts[3], old, path)
                 return
+        elif kind == "class":
+            same = same and name_of(old) == parts[0]
         if kind == "method":
             found = self._find(parts[0], MISSING, path)
             if found is not MISSING and not callable(found):
@@ -160,10 +179,16 @@ class Graft:
             self._here[new] = MISSING
             self._check_can_be_made(kind, cls, parts, path)
         here = self._here[new]
+        if kind == "module" and parts[-1] != (hooks_of(here) if here is not MISSING else []):
+            self._differ(path, f"a {short(cls)} with other hooks", here)
         theirs = _children(kind, parts)
         mine = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
         for key, value in theirs.items():
-            yield value, MISSING if mine is MISSING else mine.get(key, MISSING), _below(path, key)
+            other = MISSING if mine is MISSING else mine.get(key, MISSING)
+            if kind != "cache" or other is not MISSING:
+                yield value, other, _below(path, key)
+            elif parts[1][key]:  # else the function gives it when it is called
+                self._differ(path, "a cache with a result that has changed", MISSING)
 
     def _as_here(self, kind: str, cls: str, parts: list[Any], old: Any, same: bool, path: str) -> Any:
         if kind == "unbound":
@@ -208,11 +233,21 @@ class Graft:
             return old
         return found
 
+    def _find_function(self, name: str, mark: int, old: Any, path: str) -> Any:
+        """The function of this name that does the same; one without a closure is made of its code."""
+        if not mark:
+            return self._find(name, old, path)
+        made = _made_of_code(name, mark)
+        if made is MISSING:
+            self._differ(path, f"another function {short(name)}", old)
+            return old
+        return made
+
     def _check_can_be_made(self, kind: str, cls: str, parts: list[Any], path: str) -> None:
-        if kind in ("tensor", "ndarray") and parts[0] in ("same", "apart"):
+        if kind in ("tensor", "ndarray") and parts[0] == "same":
             self._differ(path, f"a {short(cls)} of another kind", MISSING)
         elif (
-            kind == "random"
+            kind in _NEVER_MADE
             or (kind == "memory" and not cls.startswith("ctypes:"))
             or (kind not in _MAKERS and _look_up(cls) is MISSING)
         ):
@@ -252,6 +287,10 @@ class Graft:
         here = self._here.get(new, MISSING)
         if kind in _AS_HERE or (kind == "function" and (here is MISSING or name_of(here) != parts[0])):
             self._filled[new] = here
+        elif kind in _NEVER_MADE:
+            self._filled[new] = here
+            if here is not MISSING:
+                self._fill_in_place(kind, here, parts)
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
             self._filled[new] = _immutable(kind, cls, parts, self.value)
         elif kind == "method":
@@ -265,13 +304,12 @@ class Graft:
             self._filled[new] = partial
             partial.__setstate__(tuple(self.value(each) for each in parts))
         elif kind in ("tensor", "ndarray"):
-            self._filled[new] = self._restored(kind, cls, parts, here)
-        elif kind == "random":
-            set_generator_state(here, self.value(parts[0]))
-            self._filled[new] = here
+            self._filled[new] = tensor = self._restored(kind, cls, parts, here)
+            for name, value in parts[6].items() if kind == "tensor" else ():
+                setattr(tensor, name, self.value(value))
         elif kind == "function":
             self._filled[new] = here
-            self._fill_function(here, *parts[1:])
+            self._fill_function(here, parts[1], parts[2])
         elif kind == "iterator":
             self._filled[new] = _moved_on(cls, self.value(parts[0]), parts[1], here)
         elif kind == "pyarray":
@@ -289,8 +327,30 @@ class Graft:
             made = self._filled[new] = here if here is not MISSING else _blank(kind, cls, parts)
             self._fill_container(kind, made, parts)
 
+    def _fill_in_place(self, kind: str, here: Any, parts: list[Any]) -> None:
+        """What can only be changed, not made."""
+        if kind == "random":
+            set_generator_state(here, self.value(parts[0]))
+        elif kind == "class":
+            for name, value in parts[1].items():
+                type.__setattr__(here, name, self.value(value))
+        elif kind == "namespace":
+            vars(here).update((name, self.value(value)) for name, value in parts[0].items())
+        elif kind == "context":
+            if (value := self.value(parts[1])) is not MISSING:
+                here.set(value)
+        elif kind == "logger":
+            _, here.level, here.disabled, here.propagate = parts
+            here.manager._clear_cache()
+        elif kind == "scripted":
+            for value in parts[0].values():
+                self.value(value)
+        else:  # a cache
+            for value in parts[0][: len(results_of(here))]:
+                self.value(value)
+
     def _fill_container(self, kind: str, made: Any, parts: list[Any]) -> None:
-        attributes = parts[-1]
+        attributes = parts[0] if kind == "module" else parts[-1]
         base: Any = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
         if base is not None:
             if kind == "dict":
@@ -350,7 +410,7 @@ class Graft:
                 here[...] = made
             self._writer.put_back(here)
             return here
-        _, dtype, shape, device, data, gradient = parts
+        _, dtype, shape, device, data, gradient, _ = parts
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         value = raw.view(dtype_named(dtype)).view(shape) if data else torch.empty(shape, dtype=dtype_named(dtype))
         value = value.to(device)
@@ -398,7 +458,7 @@ class _Shown:
 
 def _fits(kind: str, parts: list[Any], old: Any) -> bool:
     if kind == "tensor":
-        _, dtype, shape, device, _, gradient = parts
+        _, dtype, shape, device, _, gradient, _ = parts
         alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and str(old.device) == device
         return alike and gradient != 2 and old.grad_fn is None
     if kind == "ndarray":
@@ -411,13 +471,25 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
         return not old.closed
     if kind == "deque":
         return bool(old.maxlen == parts[1])
+    if kind in ("context", "logger"):
+        return bool(old.name == parts[0])
+    if kind == "class":
+        return bool(name_of(old) == parts[0])
     return True
 
 
 def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     """What a description holds that may be objects, by place."""
-    if kind in ("object", "module"):
+    if kind in ("object", "module", "namespace", "scripted"):
         return {f".{name}": value for name, value in parts[0].items()}
+    if kind == "class":
+        return {f".{name}": value for name, value in parts[1].items()}
+    if kind == "tensor":
+        return {f".{name}": value for name, value in parts[6].items()}
+    if kind == "context":
+        return {"value": parts[1]}
+    if kind == "cache":
+        return dict(enumerate(parts[0]))
     if kind in ("list", "deque", "tuple"):
         found: dict[Any, Any] = dict(enumerate(parts[0]))
         return found if kind == "tuple" else found | {f".{name}": value for name, value in parts[-1].items()}
@@ -446,9 +518,12 @@ _OF_FUNCTIONS = (".__dict__", ".__defaults__", ".__kwdefaults__")
 
 
 def _own_children(kind: str, here: Any) -> dict[Any, Any]:
-    if kind in ("object", "module"):
-        own = state_of(here) if kind == "module" else attributes_of(here)
-        return {f".{name}": value for name, value in own.items()}
+    if kind in _ATTRIBUTES:
+        return {f".{name}": value for name, value in _ATTRIBUTES[kind](here).items()}
+    if kind == "context":
+        return {"value": here.get(MISSING)}
+    if kind == "cache":
+        return dict(enumerate(results_of(here)))
     if kind in ("list", "deque", "tuple"):
         found: dict[Any, Any] = dict(enumerate(here))
         return found if kind == "tuple" else found | {f".{name}": value for name, value in attributes_of(here).items()}
@@ -468,6 +543,34 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
     if kind == "partial":
         return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
     return {}
+
+
+def _of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    return attributes_of_tensor(tensor) | {"grad": tensor.grad if tensor.is_leaf else None}
+
+
+#: What is below an object of a kind, by name.
+_ATTRIBUTES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
+    "object": attributes_of,
+    "module": state_of,
+    "namespace": namespace_of,
+    "scripted": tensors_of,
+    "class": attributes_of_class,
+    "tensor": _of_tensor,
+}
+
+
+def _made_of_code(name: str, mark: int) -> Any:
+    """A function of the script that stands in another one and has no closure; else :data:`MISSING`."""
+    module, _, path = name.partition(":")
+    outer = _look_up(f"{module}:{path.partition('.<locals>')[0]}")
+    todo = [code] if (code := getattr(outer, "__code__", None)) is not None else []
+    while todo:
+        each = todo.pop()
+        if each.co_qualname == path and mark_of_code(each) == mark and not each.co_freevars:
+            return types.FunctionType(each, vars(sys.modules[module]))
+        todo += [one for one in each.co_consts if isinstance(one, types.CodeType)]
+    return MISSING
 
 
 def _is_identity(key: Any) -> bool:
@@ -517,9 +620,7 @@ def _look_up(name: str) -> Any:
 
 
 #: Kinds that can be made here without their class.
-_MAKERS = frozenset(
-    {"value", "tensor", "ndarray", "pyarray", "iterator", "atom", "enum", "tuple", "frozenset", "bound", "partial"}
-)
+_MAKERS = frozenset("value tensor ndarray pyarray iterator atom enum tuple frozenset bound partial".split())
 
 
 def _blank(kind: str, cls: str, parts: list[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextvars
 import csv
 import ctypes
 import datetime
@@ -77,22 +78,18 @@ OURS = tuple(
 #: Belongs to the process, and holds nothing that a script computes.
 IGNORED = (
     io.IOBase,
-    logging.Logger,
     logging.Handler,
     threading.Thread,
     threading.Event,
     threading.Condition,
     type(threading.Lock()),
     type(threading.RLock()),
-    threading.local,
-    re.Pattern,
     weakref.ReferenceType,
     memoryview,
     types.MappingProxyType,
     types.CodeType,
     types.FrameType,
     types.TracebackType,
-    functools._lru_cache_wrapper,
     sqlite3.Connection,
     sqlite3.Cursor,
     type(csv.writer(io.StringIO())),
@@ -123,6 +120,12 @@ _CONTAINERS: tuple[tuple[type, str], ...] = (
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray)
 #: Files in memory.
 _BUFFERS = (io.BytesIO, io.StringIO)
+#: Types with a kind of their own.
+_ALONE: dict[type, str] = {
+    array.array: "pyarray",
+    contextvars.ContextVar: "context",
+    functools._lru_cache_wrapper: "cache",
+}
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 #: Codes of the types of ``ctypes`` whose memory holds numbers, and no addresses.
 _NUMBERS_OF_C = frozenset("?bBhHiIlLqQfdg")
@@ -142,6 +145,7 @@ VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     pathlib.PosixPath: (str, pathlib.PosixPath),
     np.dtype: (lambda v: v.str, np.dtype),
     struct.Struct: (lambda v: v.format, struct.Struct),
+    re.Pattern: (lambda v: (v.pattern, v.flags), lambda parts: re.compile(*parts)),
     torch.distributed.ProcessGroup: (group_name, group_named),
     itertools.count: (lambda v: v.__reduce__()[1], lambda parts: itertools.count(*parts)),
 }
@@ -152,6 +156,27 @@ ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
     type(reversed([])): (reversed, []),
     **{type(iter(each)): (iter, each) for each in _MEMORIES},
 }
+
+
+_OF_CLASSES = (
+    types.FunctionType,
+    classmethod,
+    staticmethod,
+    property,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.ModuleType,
+    type,
+)
+
+
+def attributes_of_class(cls: type) -> dict[str, Any]:
+    """Its own attributes, without methods, properties and other code."""
+    return {k: v for k, v in vars(cls).items() if not (is_dunder(k) or k == "_abc_impl" or isinstance(v, _OF_CLASSES))}
+
+
+def is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 #: Folders and files of installed packages that are the script all the same.
@@ -214,10 +239,14 @@ def _kind_of(cls: type) -> str:
         return "random"
     if cls in _BUFFERS:
         return "buffer"
+    if cls in _ALONE:
+        return _ALONE[cls]
+    if issubclass(cls, logging.Logger):
+        return "logger"
+    if issubclass(cls, threading.local):  # what it holds for the thread that runs the script
+        return "object"
     if issubclass(cls, IGNORED):
         return "ignored"
-    if cls is array.array:
-        return "pyarray"
     if issubclass(cls, SynchronizedBase) or _is_number_of_c(cls):
         return "memory"
     if cls in _QUEUES:
@@ -231,6 +260,8 @@ def _kind_of(cls: type) -> str:
         return "atom"
     if cls in (types.SimpleNamespace, argparse.Namespace):
         return "object"
+    if issubclass(cls, torch.jit.ScriptModule):
+        return "scripted"
     if issubclass(cls, nn.Module):
         return "fixed" if any(root_of(base) in _ENGINES for base in cls.__mro__) else "module"
     if root_of(cls) == "torch" and hasattr(cls, "__next__"):  # of a DataLoader
@@ -321,3 +352,36 @@ def name_of(thing: Any) -> str:
     if isinstance(thing, types.ModuleType):
         return f"{thing.__name__}:"
     return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def is_made_in_a_function(thing: Any) -> bool:
+    """Whether it is a class of the script that no name of a module leads to."""
+    if not isinstance(thing, type) or "<locals>" not in thing.__qualname__ or is_of_library(thing):
+        return False
+    return not of_libraries(getattr(sys.modules.get(thing.__module__), "__file__", None))
+
+
+def is_loaded_apart(thing: Any) -> bool:
+    """Whether it is a module that the script has made or loaded by itself, such as a file of settings."""
+    if type(thing) is not types.ModuleType:
+        return False
+    file = getattr(thing, "__file__", None)
+    if file is None:
+        return thing.__spec__ is None and thing.__name__.partition(".")[0] not in LIBRARIES
+    return sys.modules.get(thing.__name__) is not thing and not of_libraries(file)
+
+
+class AttributesOfLibraries:
+    """Names of attributes that libraries give to tensors."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.startswith(("_", "ds_"))
+
+
+OF_LIBRARIES = AttributesOfLibraries()
+
+
+def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a script has added to a tensor."""
+    own = tensor.__dict__
+    return {k: v for k, v in own.items() if k not in OF_LIBRARIES} if own else {}

@@ -7,29 +7,29 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from operator import itemgetter
+from operator import is_, itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from shared_core.loaders.randomness import read_random, write_random
-from shared_core.worker.variables.kinds import OURS, SCRIPT_FOLDERS, is_bound, kind_of, of_libraries
+from shared_core.worker.variables.kinds import (
+    LIBRARIES,
+    OURS,
+    SCRIPT_FOLDERS,
+    attributes_of_class,
+    is_bound,
+    is_dunder,
+    is_loaded_apart,
+    kind_of,
+    of_libraries,
+)
 from shared_core.worker.variables.liveness import READS_ALL, live
 from shared_core.worker.variables.writer import Unbound
 
-_OF_CLASSES = (
-    types.FunctionType,
-    classmethod,
-    staticmethod,
-    property,
-    types.MemberDescriptorType,
-    types.GetSetDescriptorType,
-    types.ModuleType,
-    type,
-)
 _WRITES_THROUGH = sys.version_info >= (3, 13)
 
 #: What holds the variables of a scope. A framework may tell of its objects at any time; all other scopes are there
@@ -83,7 +83,7 @@ class Scope:
 class ToldVariables:
     """Attributes of one object, listed again when their names change. ``leaves``: names that do not count."""
 
-    def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
+    def __init__(self, name: str, thing: Any, leaves: Container[str]) -> None:
         self._name, self._own, self._leaves = name, vars(thing), leaves
         self._size, self._names = -1, Names(())
 
@@ -99,7 +99,7 @@ class ToldVariables:
 
 
 class _Class:
-    """Attributes of a class of the script, without methods, properties and other code."""
+    """Attributes of a class of the script."""
 
     def __init__(self, name: str, cls: type) -> None:
         self._name, self._cls, self._own = name, cls, vars(cls)
@@ -110,7 +110,7 @@ class _Class:
         own = self._own
         if len(own) != self._size or any(each not in own for each in self._names.names):
             self._size = len(own)
-            self._names = Names(k for k, v in own.items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES))
+            self._names = Names(attributes_of_class(self._cls))
         if not self._names.names:
             return None
         where = self._name.partition(":")[2]
@@ -119,12 +119,18 @@ class _Class:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is looked at in a module, valid while its namespace has ``size`` names."""
+    """What is looked at in a module, valid while its namespace has ``size`` names, and ``functions`` under theirs."""
 
     size: int
     names: Names
     where: str
     classes: list[_Class]
+    defined: Names
+    functions: Sequence[Any]
+
+    def holds(self, own: Mapping[str, Any]) -> bool:
+        """Raises KeyError if a name is missing."""
+        return self.size == len(own) and all(map(is_, self.functions, self.defined.values(own)))
 
 
 class _OwnModules:
@@ -215,7 +221,7 @@ class Scopes:
         key = (name, None if frame is None else frame.f_lasti)
         plan, values = self._plans.get(key), None
         try:
-            if plan is not None and plan.size == len(own):
+            if plan is not None and plan.holds(own):
                 values = plan.names.values(own)
         except KeyError:
             pass
@@ -254,21 +260,23 @@ def _let_go(own: dict[str, Any], code: types.CodeType) -> None:
 
 def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
     alive = None if frame is None else live(frame.f_code, frame.f_lasti)
-    names, classes = [], []
+    names, classes, functions = [], [], []
     for each, value in own.items():
         if isinstance(value, type):
             if value.__module__ == name and kind_of(value) not in ("enum",):
                 classes.append(_Class(f"{name}:{value.__qualname__}", value))
-        elif each.startswith("__") or isinstance(value, types.ModuleType):
+        elif is_dunder(each) or (isinstance(value, types.ModuleType) and not is_loaded_apart(value)):
             continue
         elif isinstance(value, types.BuiltinFunctionType) and not is_bound(value):
             continue
-        elif isinstance(value, types.FunctionType) and not _has_state(value, name):
-            continue
+        elif isinstance(value, types.FunctionType) and value.__name__ == each and not _has_state(value, name):
+            functions.append(each)
         elif alive is None or each in alive:
             names.append(each)
     file = Path(own.get("__file__") or name).name
-    return _Plan(len(own), Names(names), file if frame is None else f"{file}:{frame.f_lineno}", classes)
+    defined = Names(functions)
+    where = file if frame is None else f"{file}:{frame.f_lineno}"
+    return _Plan(len(own), Names(names), where, classes, defined, defined.values(own))
 
 
 def _has_state(function: types.FunctionType, module: str) -> bool:
@@ -317,4 +325,4 @@ def _is_own(module: types.ModuleType) -> bool:
     if module.__name__ == "__main__":
         return True
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and _is_own_file(file)
+    return isinstance(file, str) and module.__name__.partition(".")[0] not in LIBRARIES and _is_own_file(file)

@@ -7,7 +7,7 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -23,9 +23,9 @@ from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import is_of_library, kind_of
+from shared_core.worker.variables.kinds import OF_LIBRARIES, is_of_library, kind_of
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again
-from shared_core.worker.variables.settings import put_settings, read_settings
+from shared_core.worker.variables.settings import Settings
 from shared_core.worker.variables.writer import (
     LIMIT,
     MODULE_PARTS,
@@ -136,7 +136,7 @@ class Variables:
     ) -> None:
         self._rank, self._off = rank, rank is None or bool(os.environ.get(OFF))
         self._origin, self._refuse = origin, refuse
-        self._scopes = Scopes()
+        self._scopes, self._settings = Scopes(), Settings()
         self._restored: dict[int, Any] = {}
         self._writer = ValueWriter(self._restored.__contains__)
         self._told: dict[str, tuple[Any, ToldVariables]] = {}
@@ -151,6 +151,8 @@ class Variables:
         self._sources: dict[int, Any] = {}
         #: What is attached and its parts, by names that are the same in a replacement.
         self._parts: dict[str, Any] = {}
+        #: Of the tensors among them that the script has given attributes, by the same names.
+        self._marked: dict[str, ToldVariables] = {}
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
         self._untold = _Untold(None, "same")
@@ -232,6 +234,7 @@ class Variables:
             self._writer.parts.pop(id(each), None)
         self._attached.clear()
         self._parts.clear()
+        self._marked.clear()
         self._restored.clear()  # in place: the writer has this very dictionary
         self._restored.update(self._sources)
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
@@ -286,10 +289,16 @@ class Variables:
             if self._first is None:
                 self._first = digests(*read_own(now))
         data = self.data_sets.changed() if boundary else {}
-        return {"now": now, "first": self._first, "data": data, "settings": read_settings()}
+        return {"now": now, "first": self._first, "data": data, "settings": self._settings.read()}
 
-    def _find(self, frame: types.FrameType) -> list[Scope]:
-        scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
+    def _find(self, frame: types.FrameType, wanted: Collection[str] = ()) -> list[Scope]:
+        """``wanted``: names of tensors that come with attributes, if only those that they get."""
+        for name, each in self._parts.items():
+            if isinstance(each, torch.Tensor) and name not in self._marked:
+                if name in wanted or any(key not in OF_LIBRARIES for key in each.__dict__):
+                    self._marked[name] = ToldVariables(name, each, OF_LIBRARIES)
+        told = [each for _, each in self._told.values()]
+        scopes = list(self._scopes.find(frame, [*told, *self._marked.values()]))
         if self._named is None:
             self._named = {}
             for scope in scopes:
@@ -477,8 +486,9 @@ class Variables:
         begun = None if only is None else {scope for scope, _ in only}
         if origin != "checkpoint":
             only = None
-        here = {scope.name: scope for scope in self._find(sys._getframe(1))}
-        missing = [scope for scope, *_ in values if scope not in here]
+        theirs = [scope for scope, *_ in values]
+        here = {scope.name: scope for scope in self._find(sys._getframe(1), theirs)}
+        missing = [scope for scope in theirs if scope not in here]
         if missing and origin != "other" and import_again(missing):
             here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
@@ -487,12 +497,12 @@ class Variables:
         untold = _Untold(graft, origin)
         if boundary:
             self._untold = untold
-        for scope_name, kind, where, names, theirs in values:
+        for scope_name, kind, where, names, held in values:
             scope = here.get(scope_name)
             left = self._writer.ignored
             wanted = {
                 name: new
-                for name, new in zip(names.split(), theirs, strict=True)
+                for name, new in zip(names.split(), held, strict=True)
                 if name not in left and (only is None or (scope_name, name) in only)
             }
             if origin == "other" and scope_name not in self._told:
@@ -510,7 +520,7 @@ class Variables:
             return self._refusal(graft.differences)
         _fill(graft, todo)
         if origin == "same" and "settings" in stored:
-            put_settings(stored["settings"])
+            self._settings.put(stored["settings"])
         if boundary:
             self._first = first
         return ""

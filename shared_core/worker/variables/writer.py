@@ -6,6 +6,7 @@ of the objects among them. No method of a script's class runs, and reading makes
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import math
@@ -18,7 +19,7 @@ import warnings
 import weakref
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from operator import length_hint
@@ -40,7 +41,12 @@ from shared_core.worker.variables.attached_memory import AttachedMemory
 from shared_core.worker.variables.kinds import (
     OURS,
     VALUES,
+    attributes_of_class,
+    attributes_of_tensor,
     is_bound,
+    is_dunder,
+    is_loaded_apart,
+    is_made_in_a_function,
     kind_of,
     name_of,
     numbers_of_c,
@@ -220,6 +226,7 @@ class ValueWriter:
         self._followed: dict[int, _Followed] = {}
         self._lists: dict[int, tuple[list[Any], dict[int, int], Iterator[int]]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
+        self._results: dict[int, tuple[Any, int]] = {}
         self._digests: dict[int, tuple[Any, int | None, LookCost]] = {}
 
     def write(self, values: Any, limit: int = LIMIT) -> bytes:
@@ -285,6 +292,19 @@ class ValueWriter:
             known = self._random[id(thing)] = (memory, generator_state(thing))
         return known[1]
 
+    def has_changed(self, thing: Any) -> bool:
+        """Whether a result of a cache is another than when it was first seen."""
+        try:
+            found = zlib.crc32(ValueWriter(self.restored).write(thing, _LARGE))
+        except Exception:  # too large, or what cannot be written
+            return True
+        known = self._results.get(id(thing))
+        if known is None or known[0] is not thing:
+            if len(self._results) > _REMEMBERED:
+                self._results.clear()
+            known = self._results[id(thing)] = (thing, found)
+        return known[1] != found
+
     def digest(self, thing: Any) -> int | None:
         """A checksum of an object of a C type; None where it shows nothing. A slow one is not taken each time."""
         if self.inner and hasattr(type(thing), "__next__"):
@@ -324,6 +344,12 @@ class _Values(_Pickler):
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
             kind = "named"
+        elif kind == "named" and is_made_in_a_function(obj):
+            kind = "class"
+        elif kind == "named" and is_loaded_apart(obj):
+            kind = "namespace"
+        elif kind == "tensor" and (obj.layout is not torch.strided or obj.is_quantized or obj.is_nested):
+            kind = "opaque"
         elif kind == "iterator" and self._writer.inner:
             kind = "opaque"
         elif kind == "queue":  # another thread may fill it at any time
@@ -396,16 +422,30 @@ def _items(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _module(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
-    return ({k: v for k, v in state_of(thing).items() if k not in writer.ignored},)
+    return ({k: v for k, v in state_of(thing).items() if k not in writer.ignored}, hooks_of(thing))
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """Names of the functions that a module calls besides its own."""
+    own = vars(module)
+    return [name_of(each) for hooks in _HOOKS for each in own.get(hooks, {}).values()]
+
+
+_HOOKS = tuple(name for name in sorted(MODULE_PARTS) if name.endswith("_hooks"))
 
 
 def _tensor(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
     head = (str(thing.dtype).removeprefix("torch."), tuple(thing.shape), str(thing.device))
-    if thing.layout is not torch.strided or thing.is_meta or thing.is_quantized:
-        return ("apart", *head, b"", 0)
     gradient = 0 if not thing.requires_grad else 1 if thing.is_leaf else 2
+    beside = attributes_of_tensor(thing) | ({"grad": thing.grad} if gradient == 1 else {})
+    return (*_elements(writer, thing, head), gradient, beside)
+
+
+def _elements(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...]) -> tuple[Any, ...]:
+    if thing.is_meta:
+        return ("same", *head, b"")
     if not thing.is_cpu:
-        return _on_device(writer, thing, head, gradient)
+        return _on_device(writer, thing, head)
     dense = thing.detach()
     if not dense.is_contiguous() or dense.is_conj() or dense.is_neg():
         dense = dense.contiguous().resolve_conj().resolve_neg()
@@ -414,17 +454,17 @@ def _tensor(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
     if size > _LARGE:
         version = 0 if thing.is_inference() else thing._version
         if writer.unchanged(thing, (version, thing.data_ptr()), data):
-            return ("same", *head, b"", gradient)
-        return ("value", *head, pickle.PickleBuffer(data), gradient)
-    return ("value", *head, data.tobytes(), gradient)
+            return ("same", *head, b"")
+        return ("value", *head, pickle.PickleBuffer(data))
+    return ("value", *head, data.tobytes())
 
 
-def _on_device(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
+def _on_device(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...]) -> tuple[Any, ...]:
     # Summed on its device, as the host cannot look at its memory.
     if thing.nbytes > _LARGE and writer.unchanged(thing, thing.data_ptr(), memoryview(checksum(thing).to_bytes(8))):
-        return ("same", *head, b"", gradient)
+        return ("same", *head, b"")
     dense = to_host(thing.resolve_conj().resolve_neg()).contiguous()
-    return ("value", *head, memory_of(dense)[: dense.nbytes].tobytes() if dense.nbytes else b"", gradient)
+    return ("value", *head, memory_of(dense)[: dense.nbytes].tobytes() if dense.nbytes else b"")
 
 
 def iterator_state(thing: Any) -> tuple[Any, int]:
@@ -455,7 +495,57 @@ def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
             except ValueError:
                 cells.append(Unbound)
         own = (thing.__dict__, thing.__defaults__, thing.__kwdefaults__)
-    return (name_of(thing), cells, own)
+    return (name_of(thing), cells, own, mark_of(thing))
+
+
+#: By id; the code is kept, so that its id is not reused.
+_MARKS: dict[int, tuple[types.CodeType, int]] = {}
+
+
+def mark_of(function: types.FunctionType) -> int:
+    """By which functions of one name are told apart, such as two that ``lambda`` makes; 0 for those of a module."""
+    return mark_of_code(function.__code__) if "<locals>" in function.__qualname__ else 0
+
+
+def mark_of_code(code: types.CodeType) -> int:
+    """A checksum of what code does, whatever the lines where it stands."""
+    known = _MARKS.get(id(code))
+    if known is None:
+        held = [mark_of_code(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
+        names = code.co_names, code.co_varnames, code.co_freevars
+        known = _MARKS[id(code)] = code, zlib.crc32(repr((code.co_code, names, held)).encode())
+    return known[1]
+
+
+def namespace_of(module: types.ModuleType) -> dict[str, Any]:
+    """The variables of a module, without code."""
+    return {k: v for k, v in vars(module).items() if not (is_dunder(k) or isinstance(v, _CODE))}
+
+
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+
+
+def tensors_of(scripted: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*scripted.named_parameters(), *scripted.named_buffers()))
+
+
+def results_of(cache: Any) -> list[Any]:
+    """What a cache of :mod:`functools` has stored and the script may change in place."""
+    held = gc.get_referents(cache)
+    ends = [i for i, each in enumerate(held) if isinstance(each, type) and each.__name__ == "_lru_list_elem"]
+    if len(ends) > 1:  # its size is limited: after each result
+        found = [held[i - 1] for i in ends]
+    else:
+        found = list(next((each for each in held if type(each) is dict and each is not cache.__dict__), {}).values())
+    return [each for each in found if kind_of(type(each)) in _CHANGEABLE]
+
+
+_CHANGEABLE = frozenset("object dict list deque set".split())
+
+
+def _cache(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
+    found = results_of(thing)
+    return (found, [writer.has_changed(each) for each in found])
 
 
 def _memory(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
@@ -485,11 +575,31 @@ def _digest(thing: Any) -> int | None:
     try:
         if hasattr(cls, "__next__"):
             return zlib.crc32(repr(_progress(thing)).encode())
+        if issubclass(cls, torch.Tensor):
+            parts = [each.detach().contiguous() for each in _parts_of(thing)]
+            told = [(each.dtype, each.shape, zlib.crc32(memory_of(each)[: each.nbytes])) for each in parts]
+            return zlib.crc32(repr((not thing.is_nested and thing.shape, told)).encode())
         if cls.__module__ in _CHECKSUMS:
             return zlib.crc32(thing.hexdigest().encode())
         return zlib.crc32(pickle.dumps(thing, 5))
     except Exception:
         return None
+
+
+def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What a tensor that is not dense is made of. Raises _DarkError where nobody knows."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.is_quantized:
+        return tensor.int_repr(), tensor.dequantize()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach().coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    raise _DarkError
 
 
 def _progress(thing: Any, depth: int = 0) -> Any:
@@ -571,6 +681,12 @@ def _last(table: dict[Any, Any]) -> list[Any]:
 
 _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "object": _object,
+    "class": lambda _, thing: (name_of(thing), attributes_of_class(thing)),
+    "namespace": lambda _, thing: (namespace_of(thing),),
+    "scripted": lambda _, thing: (tensors_of(thing),),
+    "context": lambda _, thing: (thing.name, thing.get(Unbound)),
+    "cache": _cache,
+    "logger": lambda _, thing: (thing.name, thing.level, thing.disabled, thing.propagate),
     "module": _module,
     "tensor": _tensor,
     "ndarray": _ndarray,

@@ -1,0 +1,246 @@
+"""Values in places that are easily forgotten are put back, or refused by name; in one process."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import os
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_variables_here import both, steps
+from torch import nn
+
+from shared_core.worker.variables.variables import Variables
+
+CONTEXT, LOCAL = contextvars.ContextVar[int]("context"), threading.local()
+_hidden = 0
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of other tests are no part of these scripts."""
+    tests = str(Path(__file__).parents[1])
+    for name, module in list(sys.modules.items()):
+        if name != __name__ and str(getattr(module, "__file__", None)).startswith(tests):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv("STAGE", "0")
+    yield
+    logging.root.setLevel(logging.WARNING)
+    torch.set_float32_matmul_precision("highest")
+
+
+def add(one: int, other: int) -> int:
+    return one + other
+
+
+def multiply(one: int, other: int) -> int:
+    return one * other + 1
+
+
+combine = add
+
+
+class Only:
+    _made: Only | None = None
+    count = 0
+
+
+@functools.lru_cache(2)
+def registry(name: str) -> dict[int, int]:
+    return {}
+
+
+def of_a_thread(again: bool) -> Any:
+    CONTEXT.set(0)
+    LOCAL.total = 0
+    for step in steps(again):
+        CONTEXT.set(CONTEXT.get() + step)
+        LOCAL.total += step
+    return CONTEXT.get(), LOCAL.total
+
+
+def with_an_underscore(again: bool) -> Any:
+    global _hidden
+    _hidden, Only._made = 0, None
+    for step in steps(again):
+        _hidden += step
+        Only._made = Only._made or Only()
+        Only._made.count += step
+    return _hidden, Only._made and Only._made.count
+
+
+def functions(again: bool) -> Any:
+    global combine
+    combine, rate, total = add, lambda step: step, 0
+    for step in steps(again):
+        if step == 2:
+            combine, rate = multiply, lambda step: -step
+        total = combine(total, rate(step))
+    return total
+
+
+def defined_again(again: bool) -> Any:
+    global add
+    first, total = add, 0
+    for step in steps(again):
+        if step == 2:
+            add = multiply
+        total = add(total, step)
+    add = first
+    return total
+
+
+def classes_and_modules_of_a_function(again: bool) -> Any:
+    class Here:
+        count = 0
+
+    settings = types.ModuleType("settings")
+    settings.rate = 0
+    for step in steps(again):
+        Here.count += step
+        settings.rate += 1
+    return Here.count, settings.rate
+
+
+def beside_tensors(again: bool) -> Any:
+    variables, net, latent = Variables(0), nn.Linear(2, 2), torch.zeros(2, requires_grad=True)
+    variables.attach([net], [])
+    net.weight.count = 0
+    for step in steps(again, variables=variables):
+        net.weight.count += step
+        net.bias.mean = getattr(net.bias, "mean_", torch.zeros(2)) * 0.5 + step
+        net.bias.mean_ = net.bias.mean
+        (latent * step).sum().backward()
+    assert latent.grad is not None
+    return net.weight.count, net.bias.mean_.tolist(), latent.grad.tolist()
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x + self.count
+
+
+def settings_of_the_process(again: bool) -> Any:
+    logger, pattern = logging.getLogger("own"), re.compile("a")
+    logger.setLevel(logging.INFO)
+    for step in steps(again):
+        if step == 2:
+            os.environ["STAGE"], os.environ["NEW"] = "1", "x"
+            torch.set_float32_matmul_precision("medium")
+            logger.setLevel(logging.ERROR)
+            logging.root.setLevel(logging.ERROR)
+            pattern = re.compile("b")
+    found = os.environ["STAGE"], os.environ.pop("NEW"), torch.get_float32_matmul_precision(), pattern.pattern
+    os.environ["STAGE"] = "0"
+    torch.set_float32_matmul_precision("highest")
+    levels = logger.level, logging.root.level
+    logging.root.setLevel(logging.WARNING)
+    return *found, *levels
+
+
+def results_of_a_cached_function(again: bool) -> Any:
+    registry.cache_clear()
+    registry("seen")
+    for step in steps(again):
+        registry("seen")[step] = step
+    return registry("seen")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        of_a_thread,
+        with_an_underscore,
+        functions,
+        defined_again,
+        classes_and_modules_of_a_function,
+        beside_tensors,
+        settings_of_the_process,
+        results_of_a_cached_function,
+    ],
+)
+def test_it_is_put_back(script: Callable[[bool], Any]) -> None:
+    first, second, refused = both(script)
+    assert first == second and not refused
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script")
+def test_a_scripted_module_is_put_back() -> None:
+    def script(again: bool) -> Any:
+        net = torch.jit.script(Counted())
+        for _ in steps(again):
+            net(torch.ones(1))
+        return net.count.item()
+
+    assert both(script) == (float(8), float(8), "")
+
+
+def results_that_come_late(again: bool) -> Any:
+    registry.cache_clear()
+    for step in steps(again):
+        registry("seen")[step] = step
+
+
+def other_hooks(again: bool) -> Any:
+    net = nn.Linear(1, 1)
+    for step in steps(again):
+        if step == 2:
+            net.register_forward_hook(lambda module, given, result: result * 2)
+
+
+def a_sparse_tensor(again: bool) -> Any:
+    table = torch.sparse_coo_tensor([[0]], [1.0], (4,), check_invariants=True)
+    for step in steps(again):
+        table = table * step
+
+
+def a_closure(again: bool) -> Any:
+    rate = lambda step: step  # noqa: E731
+    for step in steps(again):
+        if step == 2:
+            rate = lambda step: step + len(repr(rate))  # noqa: B023, E731
+        rate(step)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        (results_that_come_late, "`registry` (test_places_here.py) was a cache with a result that has changed"),
+        (other_hooks, "`net` (test_places_here.py:"),
+        (a_sparse_tensor, "`table` (test_places_here.py:"),
+        (a_closure, "was another function <lambda>"),
+    ],
+)
+def test_it_is_refused_by_name(script: Callable[[bool], Any], name: str) -> None:
+    _, _, refused = both(script)
+    assert name in refused, refused
+
+
+def constant(again: bool) -> Any:
+    table, mask = torch.sparse_coo_tensor([[0]], [1.0], (4,), check_invariants=True), functools.cache(torch.ones)
+    ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    net = nn.Linear(1, 1)
+    net.register_forward_hook(lambda module, given, result: result * 2)
+    total = 0.0
+    for step in steps(again):
+        total += step * (table.to_dense() @ mask(4)).item() * ragged.unbind()[0].item()
+    return total
+
+
+def test_what_stays_as_it_is_is_not_refused() -> None:
+    first, second, refused = both(constant)
+    assert first == second and not refused
