@@ -42,8 +42,9 @@ from tests.support.runner import JobResult, Mismatch, check_clean, check_survivo
 from tests.support.warm import WarmLauncher
 
 JOBS = Path(__file__).parent / "jobs"
-#: A run of the job takes some seconds; one that takes so long hangs.
-TIMEOUT_S = 90.0
+#: A run of the job takes some seconds, and its checkpoint's writer waits a minute for a machine that has failed; one
+#: that takes so long hangs.
+TIMEOUT_S = 180.0
 
 #: Models whose jobs train on any device.
 _ON_DEVICES = ("plain", "fsdp2", "hsdp")
