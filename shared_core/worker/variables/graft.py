@@ -94,11 +94,14 @@ class Graft:
         rows: descriptions of the other run's objects.
         writer: describes this run's.
         named: objects of this run by the names of variables that held them when its loop began.
+        edited: the script may have been changed since: functions of one name stand for each other.
     """
 
-    def __init__(self, rows: Iterable[Any], writer: ValueWriter, named: Mapping[str, Any]) -> None:
+    def __init__(
+        self, rows: Iterable[Any], writer: ValueWriter, named: Mapping[str, Any], *, edited: bool = False
+    ) -> None:
         self._rows = {row[0]: row for row in rows if row is not None}
-        self._writer, self._named = writer, named
+        self._writer, self._named, self._edited = writer, named, edited
         self._here: dict[Any, Any] = {}
         self._claimed: dict[int, Any] = {}
         self._filled: dict[Any, Any] = {}
@@ -159,7 +162,7 @@ class Graft:
             self._here[new] = self._as_here(kind, cls, parts, old, same, path)
             return
         if kind == "function":
-            same = same and name_of(old) == parts[0] and mark_of(old) == parts[3]
+            same = same and name_of(old) == parts[0] and (self._edited or mark_of(old) == parts[3])
             if not same:
                 self._here[new] = self._find_function(parts[0], parts[3], old, path)
                 return

@@ -492,7 +492,8 @@ class Variables:
         if missing and origin != "other" and import_again(missing):
             here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
-        graft = Graft(rows, self._writer, self._named | self._parts | self._writer.memory.named())
+        named = self._named | self._parts | self._writer.memory.named()
+        graft = Graft(rows, self._writer, named, edited=origin == "checkpoint")
         todo: list[_Change] = []
         untold = _Untold(graft, origin)
         if boundary:

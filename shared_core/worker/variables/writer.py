@@ -530,7 +530,10 @@ def tensors_of(scripted: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def results_of(cache: Any) -> list[Any]:
-    """What a cache of :mod:`functools` has stored and the script may change in place."""
+    """What a cache of :mod:`functools` has stored and the script may change in place; nothing of a very large one."""
+    code = getattr(getattr(cache, "__wrapped__", None), "__code__", None)
+    if code is None or of_libraries(code.co_filename) or cache.cache_info().currsize > _RESULTS:
+        return []
     held = gc.get_referents(cache)
     ends = [i for i, each in enumerate(held) if isinstance(each, type) and each.__name__ == "_lru_list_elem"]
     if len(ends) > 1:  # its size is limited: after each result
@@ -540,6 +543,7 @@ def results_of(cache: Any) -> list[Any]:
     return [each for each in found if kind_of(type(each)) in _CHANGEABLE]
 
 
+_RESULTS = 1024
 _CHANGEABLE = frozenset("object dict list deque set".split())
 
 
