@@ -23,7 +23,7 @@ _ALGORITHMS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
 _OF_THE_JOB = (b"SWIFT_", b"TORCHELASTIC_")
 
 
-class Settings:
+class ProcessSettings:
     """Reads and sets them. What the environment was at the first call, a replacement's script has set too."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import OF_LIBRARIES, is_of_library, kind_of
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again
-from shared_core.worker.variables.settings import Settings
+from shared_core.worker.variables.settings import ProcessSettings
 from shared_core.worker.variables.writer import (
     LIMIT,
     MODULE_PARTS,
@@ -136,7 +136,7 @@ class Variables:
     ) -> None:
         self._rank, self._off = rank, rank is None or bool(os.environ.get(OFF))
         self._origin, self._refuse = origin, refuse
-        self._scopes, self._settings = Scopes(), Settings()
+        self._scopes, self._settings = Scopes(), ProcessSettings()
         self._restored: dict[int, Any] = {}
         self._writer = ValueWriter(self._restored.__contains__)
         self._told: dict[str, tuple[Any, ToldVariables]] = {}
