@@ -39,6 +39,7 @@ from shared_core.worker.program.notes import Notes
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.saves import Saves
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
@@ -128,7 +129,7 @@ class WorkerRuntime:
         self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
-        replicas = self._replicas = Replicas(env, recovery, updates)
+        replicas = self._replicas = Replicas(recovery, updates)
         publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(
             start,
@@ -147,9 +148,11 @@ class WorkerRuntime:
         self.boundaries = StepBoundaries(
             position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
         )
+        fall_back = fatal_actions.fall_back
         self.entries = Entries(
-            start, position, runtime, publisher, parts, reporter, publishing, self.joining, fatal_actions.fall_back
+            start, position, runtime, publisher, parts, reporter, publishing, self.joining, fall_back
         )
+        self.saves = Saves(env.rank, env.restart, updates, self.notes, parts, fall_back)
         self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
 
     def begin_again(self, env: WorkerEnv) -> None:
@@ -160,28 +163,22 @@ class WorkerRuntime:
         and the other parts hold.
         """
         link.forget_ends()
-        publisher, updates, runtime, store = self.publisher, self.updates, self.runtime, self.store
-        recovery, copies, survivor_groups = self.recovery, self.copies, self.survivor_groups
-        _as_new(store, env)
-        runtime.in_copy()
-        context = replace(self._context, env=env, lifecycle=Lifecycle(env, runtime))
-        self.env, self._context = env, context
-        _as_new(copies, context, updates, lambda: self.trained.replicas)
-        _as_new(recovery, context, publisher, self._donor, copies, _RecoveryRelay(self))
-        _as_new(survivor_groups, recovery, copies, self.position)
-        _as_new(self._replicas, env, recovery, updates)
-        _as_new(self.wait_watchdog, recovery)
-        _as_new(self.place_reports, context)
-        self.reporter.begin_again(env)
-        spare = self._spare
-        _as_new(spare, env, store, publisher, forked=True)
-        _as_new(
-            self.start, context, recovery, survivor_groups, updates, self.parts, spare, self.position,
-            lambda: self._commits.presses,
-        )  # fmt: skip
-        if runtime.world is not None:
-            runtime.answer_from({})
-            spare.then(self.wait_watchdog.begin)
+        self.store.begin(env)
+        self.runtime.in_copy()
+        self.env = env
+        context = self._context = replace(self._context, env=env, lifecycle=Lifecycle(env, self.runtime))
+        self.copies.begin(context)
+        self.recovery.begin(context)
+        self.survivor_groups.begin()
+        self._replicas.begin()
+        self.wait_watchdog.begin()
+        self.place_reports.begin(context)
+        self.reporter.begin(env)
+        self._spare.begin(env, forked=True)
+        self.start.begin(context)
+        if self.runtime.world is not None:
+            self.runtime.answer_from({})
+            self._spare.then(self.wait_watchdog.watch)
 
     def _updated(self) -> None:
         self.reporter.updated()
@@ -192,11 +189,6 @@ class WorkerRuntime:
         if origin == "checkpoint":
             self.fatal_actions.give_up(RecoveryFailed(reason))
         self.fatal_actions.fall_back(reason)
-
-
-def _as_new(part: object, *args: Any, **options: Any) -> None:
-    make: Any = type(part)
-    make.__init__(part, *args, **options)
 
 
 class _Relay:
@@ -215,14 +207,14 @@ class _GroupsRelay(_Relay):
     def first_group(self) -> None:
         """Form the first generation. A replacement with a step boundary to reach does so there; another joins here."""
         it, arrival = self._worker, self._worker.start.start_point
-        it.place_reports.begin()
+        it.place_reports.start()
         # A hot standby goes the way of a replacement, and says nothing to the others before it has a place.
         if arrival.spare.waits:
             it.runtime.answer_from(dict(it.publisher.records.read()))
-            arrival.spare.then(it.wait_watchdog.begin)
+            arrival.spare.then(it.wait_watchdog.watch)
             inject.point("spare.prepares")
             return
-        it.wait_watchdog.begin()
+        it.wait_watchdog.watch()
         arrival.prepare()
         if it.runtime.starting:
             return

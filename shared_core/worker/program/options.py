@@ -58,5 +58,5 @@ class ProgramOptions:
                 "to the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"
             )
         self.env = replace(self.env, config=config)
-        self._start.again(self.env)
+        self._start.use(self.env)
         wish({name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)}, self.env)

@@ -38,19 +38,25 @@ class WorkerStart:
         position: BoundaryPosition,
         presses: Callable[[], bool],
     ) -> None:
-        self._context, self._recovery, self._survivor_groups = context, recovery, survivor_groups
+        self._recovery, self._survivor_groups = recovery, survivor_groups
         self._updates, self._parts, self._spare, self._position = updates, parts, spare, position
         self._presses = presses
-        self.checkpoints, self.start_point, self.orders = self._found(context.env)
+        self.begin(context)
 
-    def again(self, env: WorkerEnv) -> None:
+    def begin(self, context: Context) -> None:
+        """Say where the checkpoints of the worker of ``context`` are made, and find the one from which it starts; again
+        in a forked copy of the process, and with options of checkpoints that the script has given.
+        """
+        self._context = context
+        self.checkpoints, self.start_point, self.orders = self._found(context)
+
+    def use(self, env: WorkerEnv) -> None:
         """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
-        self.checkpoints, self.start_point, self.orders = self._found(env)
+        self.begin(replace(self._context, env=env))
 
-    def _found(self, env: WorkerEnv) -> tuple[Checkpoints, Arrival, StateOrders | None]:
-        """Say where checkpoints are made, and find the one from which this worker starts."""
-        config, recovery = env.config, self._recovery
-        checkpoints = Checkpoints(replace(self._context, env=env), self._updates, self._presses)
+    def _found(self, context: Context) -> tuple[Checkpoints, Arrival, StateOrders | None]:
+        env, config, recovery = context.env, context.env.config, self._recovery
+        checkpoints = Checkpoints(context, self._updates, self._presses)
         if config.reroutes:
             checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         if (pricing := checkpoints.pricing) is not None:
