@@ -24,7 +24,6 @@ from shared_core.transport.store import Store
 from shared_core.worker import link
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
-from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
 from shared_core.worker.fatal_actions import FatalActions
@@ -32,6 +31,7 @@ from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.mirror import Mirror
+from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
@@ -130,21 +130,9 @@ class WorkerRuntime:
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
         replicas = self._replicas = Replicas(recovery, updates)
-        publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
-        self.joining = Joining(
-            start,
-            position,
-            runtime.place,
-            MadeGroups(runtime),
-            parts,
-            trained,
-            buckets,
-            updates,
-            progress,
-            replays,
-            reporter,
-            publishing,
-        )
+        state = BoundaryState(runtime, parts, trained)
+        publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
+        self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
         self.boundaries = StepBoundaries(
             position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
         )

@@ -6,12 +6,12 @@ import torch
 
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.made_groups import MadeGroups
+from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.state.local_state import BoundaryPosition, StateParts
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 
 
@@ -19,7 +19,7 @@ class Publishing:
     def __init__(
         self,
         position: BoundaryPosition,
-        parts: StateParts,
+        state: BoundaryState,
         trained: Trained,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
@@ -27,9 +27,9 @@ class Publishing:
         replicas: Replicas,
         checkpoints: Checkpointing,
     ) -> None:
-        self._position, self._parts, self._trained, self._runtime = position, parts, trained, runtime
+        self._position, self._state, self._trained, self._runtime = position, state, trained, runtime
         self._publisher, self._survivor_groups, self._replicas = publisher, survivor_groups, replicas
-        self._checkpoints, self._made_groups = checkpoints, MadeGroups(runtime)
+        self._checkpoints = checkpoints
 
     def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
         """As :meth:`publish`, under the publisher's lock: no replacement is given a state from the middle of it."""
@@ -44,11 +44,7 @@ class Publishing:
             self._trained.shard.reshard()
         # First make room: drop what nobody needs any more.
         self._publisher.drop_before(self._settled())
-        parts = self._parts.capture() | self._trained.capture()
-        parts["swift.groups_made"] = self._made_groups.capture()
-        parts["swift.place"] = self._runtime.place.capture()
-        if grads is not None:
-            parts["swift.gradients"] = grads
+        parts = self._state.capture(grads)
         boundary = self._boundary(kind)
         values = parts.get(UNOPTIMIZED)
         refers = (
