@@ -34,7 +34,7 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
         "watch.metrics_address": args.metrics_address,
     }
     given = {name: value for name, value in flags.items() if value is not None}
-    if args.machines[0] < args.machines[1] and config.on_failure == "replace" and not config.resize.replace_timeout_s:
+    if args.machines[0] < args.machines[1] and config.replaces and not config.resizes:
         given.setdefault("on_failure", "shrink")  # what --nnodes MIN:MAX means
     for name in ("checkpoint.dir", "checkpoint.resume_from"):
         if given.get(name):

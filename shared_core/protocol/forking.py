@@ -39,7 +39,7 @@ def why_not(config: SwiftConfig, found: Forkable) -> str:
     """Why a worker does not fork itself whose start took long enough, with ``standby.prepared="auto"``; empty if it
     does.
     """
-    if config.on_failure != "replace":
+    if not config.replaces:
         return f"on_failure={config.on_failure!r}"
     if found.machines > 1:
         return "the job has several machines"

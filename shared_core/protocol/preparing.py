@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from shared_core.config import SwiftConfig
 from shared_core.protocol.codec import Count
 
 #: ``auto`` prepares from this start-up on, in seconds: below it a replacement is hardly later than the recovery.
@@ -75,30 +76,24 @@ class PreparingDecision:
 
 
 def decide(
-    wanted: int | str,
-    ranks: Sequence[int],
-    measured: Measured,
-    on_failure: str,
-    prepared: int = 0,
-    *,
-    forked: int = 0,
+    config: SwiftConfig, ranks: Sequence[int], measured: Measured, prepared: int = 0, *, forked: int = 0
 ) -> PreparingDecision:
     """How many of ``ranks``, those of a machine whose workers have forked none, get a hot standby that runs the script.
     The memory of those ``prepared`` is not free any more; so many others are ``forked``.
     """
-    if on_failure in ("restart", "shrink"):
+    if config.restarts or config.shrinks:
         return PreparingDecision(
-            0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place"
+            0, f"no standby is prepared: with on_failure={config.on_failure!r} nobody takes a failed rank's place"
         )
     takes = f"the script takes {measured.startup_s:.1f} s to its first batch"
     memory = (
         f"a worker has {measured.worker_bytes / _GIB:.2f} GiB, {measured.free_bytes / _GIB:.2f} GiB are free, and "
         f"{measured.reserve_bytes / _GIB:.2f} GiB stay free"
     )
-    if wanted != "auto":
-        number = min(int(wanted), len(ranks))
+    if config.standby.prepared != "auto":
+        number = min(int(config.standby.prepared), len(ranks))
         return PreparingDecision(number, f"{_standbys(number)} prepared, as asked for: {takes}; {memory}")
-    if on_failure == "reroute":
+    if config.reroutes:
         return PreparingDecision(
             0, "no standby is prepared: with on_failure='reroute' the others do not wait for a replacement"
         )
