@@ -36,6 +36,7 @@ LAYERS = (
     ("adapters",),
     ("checkpointer",),
     ("loop",),
+    ("loop_progress",),
     ("untrained",),
     ("registered", "sharing", "prepared"),
     ("reroute",),
