@@ -32,18 +32,15 @@ from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.program.boundary_state import BoundaryState
-from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
-from shared_core.worker.program.notes import Notes
+from shared_core.worker.program.notes import Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
-from shared_core.worker.program.publishing import Publishing
-from shared_core.worker.program.saves import Saves
+from shared_core.worker.program.publishing import Checkpointing, Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
-from shared_core.worker.recovery.commits import Commits
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
@@ -51,11 +48,11 @@ from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
-from shared_core.worker.recovery.replay import Replays
+from shared_core.worker.recovery.replay import Commits, Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.spare import Spare
-from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.compiled import Compiled

@@ -12,7 +12,7 @@ from shared_core.handover import NOT_TOLD
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime
 from shared_core.worker.link import wish
-from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.start_point import WorkerStart
 
 
 class ProgramOptions:

@@ -27,7 +27,7 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery import forked
-from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.start import hot_standby
 
 
