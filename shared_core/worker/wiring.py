@@ -41,11 +41,10 @@ from shared_core.worker.program.publishing import Checkpointing, Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
-from shared_core.worker.recovery.context import Context
+from shared_core.worker.recovery.context import Context, Lifecycle
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Commits, Replays

@@ -377,23 +377,19 @@ class WorkerStart:
         """Say where the checkpoints of the worker of ``context`` are made, and find the one from which it starts; again
         in a forked copy of the process, and with options of checkpoints that the script has given.
         """
-        self._context = context
-        self.checkpoints, self.start_point, self.orders = self._found(context)
-
-    def use(self, env: WorkerEnv) -> None:
-        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
-        self.begin(replace(self._context, env=env))
-
-    def _found(self, context: Context) -> tuple[Checkpoints, Arrival, StateOrders | None]:
-        env, config, recovery = context.env, context.env.config, self._recovery
-        checkpoints = Checkpoints(context, self._updates, self._presses)
+        self._context, config, recovery = context, context.env.config, self._recovery
+        checkpoints = self.checkpoints = Checkpoints(context, self._updates, self._presses)
         if config.reroutes:
             checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         if (pricing := checkpoints.pricing) is not None:
             self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        arrival = Arrival(env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare, self._position)
-        keeps = config.checkpoint.dir is not None and not config.reroutes
-        orders = None
-        if config.resizes or keeps:
-            orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
-        return checkpoints, arrival, orders
+        self.start_point = Arrival(
+            context.env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare, self._position
+        )
+        self.orders: StateOrders | None = None
+        if config.resizes or (config.checkpoint.dir is not None and not config.reroutes):
+            self.orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
+
+    def use(self, env: WorkerEnv) -> None:
+        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
+        self.begin(replace(self._context, env=env))
