@@ -17,8 +17,7 @@ from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.exchange import Received
-from shared_core.worker.recovery.rank_copy import unpack
+from shared_core.worker.recovery.exchange import Received, unpack_rank
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.recovery.spare import Spare
@@ -139,7 +138,7 @@ class FromReplica(StartPoint):
         self.updates.begin_install()
         received = self.survivor_groups.join_request(entry)
         assert received.boundary is not None and received.local is not None
-        parts = unpack(self.recovery.publisher, received.local.numpy().tobytes())
+        parts = unpack_rank(self.recovery.publisher, received.local.numpy().tobytes())
         self.recovery.publisher.forget_boundaries()
         state = received.description, received.tensors
         return Restored(received.boundary, parts, {}, [], *state, owned=True, added=True), received
