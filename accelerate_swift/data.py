@@ -56,7 +56,7 @@ class BatchGate:
 
     def __init__(self, watch: Watch, loader: Any, key: str, ahead: int, skip: int) -> None:
         self._watch, self._skip = watch, skip
-        self._tracked: TrackedLoader = watch.progress.track(loader, key, ahead=ahead)
+        self._tracked: TrackedLoader = watch.progress.loaders.track(loader, key, ahead=ahead)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

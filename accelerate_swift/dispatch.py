@@ -48,7 +48,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         made: SwiftDispatcher = cls.__new__(cls)
         made.__dict__.update(vars(prepared))
         made._watch = watch
-        made._tracked = watch.progress.track(prepared.base_dataloader, key, ahead=made.state.num_processes)
+        made._tracked = watch.progress.loaders.track(prepared.base_dataloader, key, ahead=made.state.num_processes)
         made.base_dataloader = made._tracked.loader
         made._ahead = _Ahead()
         watch.loop.job.register(f"accelerate.dispatch.{key}", made._capture, made._restore)

@@ -55,7 +55,7 @@ class Watch:
     def begin_epoch(self) -> None:
         """An epoch begins: loaders of the one before are gone."""
         while self._epoch_keys:
-            self.progress.forget(self._epoch_keys.pop())
+            self.progress.loaders.forget(self._epoch_keys.pop())
 
     def begin_training(self) -> None:
         """A training loader is about to be iterated: say what is trained, and check that this can work."""

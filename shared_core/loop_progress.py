@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -21,7 +21,7 @@ from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console_once
 from shared_core.job import Job
-from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
+from shared_core.loaders import Loaders, read_random, write_random
 from shared_core.registered import Registered
 from shared_core.untrained import TrainedUse, UntrainedUse
 from shared_core.worker import link
@@ -225,6 +225,7 @@ class LoopProgress:
         job: see above.
         total_steps: batches used so far, of all epochs and loops.
         epoch: number of the epoch in progress; None outside :meth:`epochs`.
+        config: with options that the script may have given.
         registered: what the script has registered.
         loaders: those that the script iterates; from :meth:`begin` on.
     """
@@ -325,15 +326,6 @@ class LoopProgress:
     def nested(self) -> bool:
         """Whether a training loader is being iterated: others inside it are no step boundaries."""
         return self._active() is not None
-
-    def track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
-        """See :meth:`Loaders.track`."""
-        return self.loaders.track(loader, key, ahead)
-
-    def forget(self, key: Hashable) -> None:
-        """See :meth:`Loaders.forget`."""
-        if self.job is not None:
-            self.loaders.forget(key)
 
     def refuse_own_steps(self) -> None:
         """A loop is entered in which each worker computes its own share.

@@ -72,9 +72,9 @@ class WorkerRuntime:
         publisher = self.publisher = SharedMemoryPublisher(
             env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
         )
-        log, store = DiskLog(env), JobStore(env)
+        log, store, relay = DiskLog(env), JobStore(env), _Relay(self)
         self.log, self.store = log, store
-        runtime = self.runtime = Runtime(env, _GroupsRelay(self), log, _marks(env))
+        runtime = self.runtime = Runtime(env, relay, log, _marks(env))
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
         self._context = context
@@ -102,13 +102,13 @@ class WorkerRuntime:
             lambda reason: self._cannot_put_back(reason, position.origin),
         )
         # Recovery.
-        donor = self._donor = Donor(env, publisher, updates, position)
+        donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
-        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, _RecoveryRelay(self))
+        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, relay)
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
         self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
-        commits = self._commits = Commits(
+        commits = Commits(
             runtime,
             log,
             lambda: self.start.checkpoints.newest_boundary,
@@ -136,7 +136,7 @@ class WorkerRuntime:
         self.entries = Entries(
             start, position, runtime, publisher, parts, reporter, publishing, self.joining, fall_back
         )
-        self.saves = Saves(env.rank, env.restart, updates, self.notes, parts, fall_back)
+        self.saves = Saves(env, updates, self.notes, parts, fall_back)
         self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
 
     def begin_again(self, env: WorkerEnv) -> None:
@@ -176,14 +176,15 @@ class WorkerRuntime:
 
 
 class _Relay:
-    """Passes calls from below on to parts that are made after the caller."""
+    """Passes calls from below on to parts that are made after the caller: it is the
+    :class:`~shared_core.worker.comm.listener.OperationListener` of the groups, and the
+    :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations.
+    """
 
     def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
 
-
-class _GroupsRelay(_Relay):
-    """The :class:`~shared_core.worker.comm.listener.OperationListener` of the groups."""
+    # -- of the groups -------------------------------------------------------------------------------------------------
 
     def new_store(self, prefix: str) -> Store:
         return self._worker.store.below(prefix)
@@ -264,9 +265,7 @@ class _GroupsRelay(_Relay):
     def failed(self, error: SwiftError) -> None:
         self._worker.fatal_actions.fail(error)
 
-
-class _RecoveryRelay(_Relay):
-    """The :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations."""
+    # -- of the forming of generations ---------------------------------------------------------------------------------
 
     def recovered(self, fields: dict[str, Any]) -> None:
         self._worker.reporter.recovered(fields)
@@ -286,9 +285,6 @@ class _RecoveryRelay(_Relay):
 
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together
-
-    def await_absent(self) -> bool:
-        return self._worker.survivor_groups.await_absent()
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:

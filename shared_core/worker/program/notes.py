@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
@@ -42,15 +43,9 @@ class Saves:
     """
 
     def __init__(
-        self,
-        rank: int,
-        restart: int,
-        updates: Updates,
-        notes: Notes,
-        parts: StateParts,
-        fall_back: Callable[[str], NoReturn],
+        self, env: WorkerEnv, updates: Updates, notes: Notes, parts: StateParts, fall_back: Callable[[str], NoReturn]
     ) -> None:
-        self._rank, self._name, self._fall_back = rank, f"saves.{restart}", fall_back
+        self._rank, self._name, self._fall_back = env.rank, f"saves.{env.restart}", fall_back
         self._updates, self._notes = updates, notes
         self._made = 0
         self._finished: Tally | None = None
