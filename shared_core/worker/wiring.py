@@ -143,8 +143,7 @@ class WorkerRuntime:
         """In a forked copy of the process: be the hot standby that ``env`` describes.
 
         What belongs to the program stays as it is: what is attached, registered and counted. What lives by threads and
-        connections, or knows this worker's past, is made anew. It stays the same objects, which hooks of the program
-        and the other parts hold.
+        connections, or knows this worker's past, begins again; hooks of the program and the other parts hold it.
         """
         link.forget_ends()
         self.store.begin(env)
