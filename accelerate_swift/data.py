@@ -56,7 +56,7 @@ class BatchGate:
 
     def __init__(self, watch: Watch, loader: Any, key: str, ahead: int, skip: int) -> None:
         self._watch, self._skip = watch, skip
-        self._tracked: TrackedLoader = watch.loop.track(loader, key, ahead=ahead)
+        self._tracked: TrackedLoader = watch.progress.loaders.track(loader, key, ahead=ahead)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -80,17 +80,17 @@ class BatchGate:
         return self._tracked.continues
 
     def __iter__(self) -> Iterator[Any]:
-        loop, watch = self._watch.loop, self._watch
+        progress, watch = self._watch.progress, self._watch
         if not watch.training or not torch.is_grad_enabled():
             return islice(self._tracked.loader, self._skip, None) if self._skip else iter(self._tracked.loader)
-        if loop.nested or watch.fetching is not None:
+        if progress.nested or watch.fetching is not None:
             return _Inner(self._tracked, self._skip)
         watch.begin_training()
-        if not loop.begin_round():
+        if not progress.begin_round():
             return iter(())
         boundaries = _Boundaries(watch, _Inner(self._tracked, self._skip))
-        loop.activate(boundaries)
-        loop.walk(boundaries)
+        progress.activate(boundaries)
+        progress.walk(boundaries)
         return boundaries
 
 
@@ -155,30 +155,30 @@ class _Boundaries(Iterator[Any]):
     """Iterates the loader of a training loop and marks the step boundaries."""
 
     def __init__(self, watch: Watch, inner: _Inner) -> None:
-        self._loop, self._inner = watch.loop, inner
+        self._progress, self._inner = watch.progress, inner
         self._begun = self._joined = self._expected = False
 
     def __next__(self) -> Any:
         ahead = not self._begun  # the script gets it when the next one is asked for
         item = self._next()
         if not ahead:
-            self._loop.gave(self)
+            self._progress.gave(self)
         return item
 
     def _next(self) -> Any:
         if not self._begun:
             self._begun = True
-            if self._loop.joining:
+            if self._progress.joining:
                 # The batch at hand is the one that the failed worker had at its boundary.
-                with self._loop.variables_held():
-                    self._joined = self._loop.step_boundary()
+                with self._progress.variables_held():
+                    self._joined = self._progress.step_boundary()
                     return next(self._inner)
         elif self._joined:
             self._joined = False
         else:
-            with self._loop.variables_held():
-                self._loop.step_boundary()
+            with self._progress.variables_held():
+                self._progress.step_boundary()
             if not self._expected:
                 self._expected = True
-                self._loop.expect(self._inner.loader, self._inner.skip)
+                self._progress.expect(self._inner.loader, self._inner.skip)
         return self._inner.next_here()

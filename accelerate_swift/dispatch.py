@@ -48,7 +48,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         made: SwiftDispatcher = cls.__new__(cls)
         made.__dict__.update(vars(prepared))
         made._watch = watch
-        made._tracked = watch.loop.track(prepared.base_dataloader, key, ahead=made.state.num_processes)
+        made._tracked = watch.progress.loaders.track(prepared.base_dataloader, key, ahead=made.state.num_processes)
         made.base_dataloader = made._tracked.loader
         made._ahead = _Ahead()
         watch.loop.job.register(f"accelerate.dispatch.{key}", made._capture, made._restore)
@@ -66,22 +66,22 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         return batches
 
     def _batches(self, own: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-        watch, loop = self._watch, self._watch.loop
-        if not watch.training or not torch.is_grad_enabled() or loop.nested:
+        watch, progress = self._watch, self._watch.progress
+        if not watch.training or not torch.is_grad_enabled() or progress.nested:
             yield from super().__iter__()
             return
         marks_boundaries = watch.fetching is None
         if marks_boundaries:
             watch.begin_training()
-            if not loop.begin_round():
+            if not progress.begin_round():
                 return
         self.begin()
         self.set_epoch(self.iteration)
         position: Position = iter(self._tracked.loader)
         if marks_boundaries:
-            loop.activate(position)
-            loop.walk(own[0]())
-            continues = loop.joining and loop.step_boundary()
+            progress.activate(position)
+            progress.walk(own[0]())
+            continues = progress.joining and progress.step_boundary()
         else:
             continues = self._tracked.continues
         if continues:
@@ -97,13 +97,13 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
                 if not self.end_of_dataloader:
                     self._deliver(position)
             if marks_boundaries and not self.end_of_dataloader:
-                loop.step_boundary()
+                progress.step_boundary()
         while not self.end_of_dataloader:
             batch = self._deliver(position)
-            loop.gave(own[0]())
+            progress.gave(own[0]())
             yield batch
             if marks_boundaries and not self.end_of_dataloader:
-                loop.step_boundary()
+                progress.step_boundary()
         self.iteration += 1
         self.end()
 

@@ -19,8 +19,8 @@ from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import AccelerateRunState
 from accelerate_swift.steps import Steps
 from accelerate_swift.watch import Watch
-from shared_core import SharedStep, SwiftConfig, install, pipeline
-from shared_core.adapters import AdapterLoop, launched_by_swiftrun
+from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, pipeline
+from shared_core.adapters import launched_by_swiftrun
 from shared_core.checkpoint import absolute
 from shared_core.config import full_names
 from shared_core.errors import ConfigError, Unsupported
@@ -106,7 +106,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         return _plugin_here, (os.getpid(), _known(self), self._init)
 
     @property
-    def loop(self) -> AdapterLoop:
+    def loop(self) -> TrainingLoop:
         """The loop of the core."""
         return self.watch.loop
 
@@ -223,7 +223,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         job = install()
         assert job is not None
         self.watch.begin(accelerator, job, self.config)
-        self.state = AccelerateRunState(accelerator, self.loop, self._steps, replays=self.watch.replays)
+        self.state = AccelerateRunState(accelerator, self.watch.progress, self._steps, replays=self.watch.replays)
         accelerator._swift_plugin = self
         compat.become(accelerator, _Watched)
 

@@ -12,19 +12,21 @@ from accelerate import Accelerator
 from accelerate_swift import compat
 from accelerate_swift.steps import Steps
 from accelerate_swift.trackers import STATE, Trackers
-from shared_core.adapters import AdapterLoop
+from shared_core.adapters import LoopProgress
 from shared_core.encoding import decode, encode_state
 
 
 class AccelerateRunState:
     """Rank-local state of an ``Accelerator`` that the core does not publish by itself."""
 
-    def __init__(self, accelerator: Accelerator, loop: AdapterLoop, steps: Steps, *, replays: bool = False) -> None:
-        assert loop.job is not None
-        self._accelerator, self._loop, self._job, self._steps = accelerator, loop, loop.job, steps
-        self.trackers = Trackers(accelerator, loop.job)
+    def __init__(
+        self, accelerator: Accelerator, progress: LoopProgress, steps: Steps, *, replays: bool = False
+    ) -> None:
+        assert progress.job is not None
+        self._accelerator, self._progress, self._job, self._steps = accelerator, progress, progress.job, steps
+        self.trackers = Trackers(accelerator, progress.job)
         if not replays:
-            loop.job.register(STATE, self._capture, self._restore)
+            progress.job.register(STATE, self._capture, self._restore)
 
     def stand_by(self) -> None:
         """Before the first epoch begins; see :meth:`Job.make_own_standby`."""
@@ -32,7 +34,7 @@ class AccelerateRunState:
 
     def early(self) -> None:
         """In a replacement, before an epoch begins: loaders count epochs themselves, and shuffle by them."""
-        published: Mapping[str, Any] | None = self._job.peek(STATE) if self._loop.joining else None
+        published: Mapping[str, Any] | None = self._job.peek(STATE) if self._progress.joining else None
         if published is not None:
             for loader, number in zip(compat.loaders_of(self._accelerator), published["loaders"], strict=False):
                 if number is not None:

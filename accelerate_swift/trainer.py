@@ -97,7 +97,7 @@ class SwiftTrainer(transformers.Trainer):
             )
             job.checkpoints.keep_number("transformers.Trainer counts the steps of an epoch in advance")
             job.checkpoints.note_reachable(self._swift_phase == 1)
-            if self._swift.loop.joining:
+            if self._swift.watch.progress.joining:
                 target = self._swift_target = job.peek(_NAME)
                 if target is not None and target["phase"] > self._swift_phase:
                     job.fall_back(
@@ -123,7 +123,8 @@ class SwiftTrainer(transformers.Trainer):
             run(**kwargs)
             return
         kwargs["train_dataloader"] = self._swift_watched("training", kwargs["train_dataloader"])
-        self._swift.loop.epoch = self._swift_epoch = kwargs["epoch"]
+        self._swift_epoch = kwargs["epoch"]
+        self._swift.watch.progress.note_epoch(self._swift_epoch)
         self._swift_ended = False
         if self._swift_began is None:
             self._swift_began = kwargs["start_time"]

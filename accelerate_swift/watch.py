@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from accelerate_swift import compat
 from accelerate_swift.alike import refuse_alone, refuse_apart
-from shared_core import Job, SwiftConfig
-from shared_core.adapters import AdapterLoop
+from shared_core import Job, SwiftConfig, TrainingLoop
+from shared_core.adapters import LoopProgress
 from shared_core.devices import check as check_device
 from shared_core.encoding import holds_weights
 from shared_core.errors import Unsupported
@@ -27,7 +27,8 @@ class Watch:
     """What is trained; shared by the plugin, the ``Accelerator`` that it has taken, and its loaders.
 
     Attributes:
-        loop: of the core; without a job until :meth:`begin`.
+        progress: of the core's loop; without a job until :meth:`begin`.
+        loop: that loop, as the script uses it.
         replays: a replacement runs the whole script, and its engine skips the calls that others have finished.
         fetching: None where loaders mark the step boundaries. A ``transformers.Trainer`` marks them itself, and says
             here whether it fetches what it trains on: its models may be in evaluation mode then.
@@ -35,7 +36,8 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.loop = AdapterLoop(None, "plugin")
+        self.progress = LoopProgress(name="plugin")
+        self.loop = TrainingLoop(self.progress)
         self.replays = False
         self.fetching: bool | None = None
         self.engine: Any = None
@@ -48,17 +50,17 @@ class Watch:
 
     def begin(self, accelerator: Accelerator, job: Job, config: SwiftConfig) -> None:
         self._accelerator = accelerator
-        self.loop.begin(job, config, replays=self.replays)
+        self.progress.begin(job, config, replays=self.replays)
 
     def begin_epoch(self) -> None:
         """An epoch begins: loaders of the one before are gone."""
         while self._epoch_keys:
-            self.loop.forget(self._epoch_keys.pop())
+            self.progress.loaders.forget(self._epoch_keys.pop())
 
     def begin_training(self) -> None:
         """A training loader is about to be iterated: say what is trained, and check that this can work."""
         assert self.loop.job is not None
-        self.loop.refuse_own_steps()
+        self.progress.refuse_own_steps()
         self.attach()
 
     def attach(self) -> None:

@@ -39,7 +39,7 @@ from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.agreement import Agreement
-from shared_core.worker.recovery.lifecycle import Lifecycle
+from shared_core.worker.recovery.context import Lifecycle
 
 SIZES = (8, 32, 128, 512, 1000)
 QUICK = (8, 32)

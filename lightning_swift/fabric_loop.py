@@ -44,20 +44,13 @@ class FabricLoop:
         """Batches used so far, of all epochs and loops."""
         return self.loop.total_steps
 
-    @property
-    def _joining(self) -> bool:
-        return self.loop.job is not None and self.loop.job.joining
-
-    def _stand_by(self) -> None:
-        if isinstance(self.loop.job, Job):
-            self.loop.job.make_own_standby()
-
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
         self._call += 1
-        self._stand_by()
-        if self._joining:
-            self._early()
+        if (job := self.loop.job) is not None:
+            job.make_own_standby()
+            if job.joining:
+                self._early(job)
         for epoch in self.loop.epochs(count, start):
             self._at_epoch = [compat.passes_of(loader) for loader in self._known()]
             yield epoch
@@ -72,12 +65,13 @@ class FabricLoop:
         Raises:
             Unsupported: at the first batch, if a loader of Fabric is read through something else.
         """
-        self._stand_by()
-        given = loader
-        inside = getattr(given, "iterable", given)  # of a progress bar
-        if self.loop.job is None:
+        given, job = loader, self.loop.job
+        if job is None:
             yield from self.loop.steps(given)
-        elif isinstance(inside, compat.FabricLoader):
+            return
+        job.make_own_standby()
+        inside = getattr(given, "iterable", given)  # of a progress bar
+        if isinstance(inside, compat.FabricLoader):
             self._known()
             read = compat.begin_pass(inside)
             if inside is given:
@@ -86,10 +80,9 @@ class FabricLoop:
                 given.iterable = read
             yield from self.loop.steps(given)
         else:
-            yield from self._other_steps(given)
+            yield from self._other_steps(given, checked=job.joining)
 
-    def _other_steps(self, given: Any) -> Iterator[tuple[int, Any]]:
-        checked = self._joining
+    def _other_steps(self, given: Any, *, checked: bool) -> Iterator[tuple[int, Any]]:
         before = [compat.passes_of(each) for each in compat.fabric_loaders()]
         with contextlib.closing(self.loop.steps(given)) as steps:  # type: ignore[type-var]  # a generator
             for step in steps:
@@ -118,10 +111,9 @@ class FabricLoop:
             self._loaders = compat.fabric_loaders()
         return self._loaders
 
-    def _early(self) -> None:
+    def _early(self, job: Job) -> None:
         """In a replacement, before the epoch of the failed worker begins: it runs the epoch from its start."""
-        assert self.loop.job is not None
-        published: Mapping[str, Any] | None = self.loop.job.peek(_PASSES)
+        published: Mapping[str, Any] | None = job.peek(_PASSES)
         if published is not None and published["call"] == self._call:
             self._set(published["epoch"])
 

@@ -42,6 +42,7 @@ from shared_core.job import Job, current_job
 from shared_core.kinds import whole_of_environment
 from shared_core.launcher.persisting import Persisting
 from shared_core.loop import TrainingLoop
+from shared_core.loop_progress import LoopProgress
 from shared_core.protocol.codec import Count, decode, text
 from shared_core.sharing import SharedStep
 from shared_core.system.jobdir import JobDir
@@ -95,7 +96,6 @@ class Checkpointer(TrainingLoop):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *objects: Any, **options: Any) -> None:
-        super().__init__(None)
         if current_job() is not None:
             raise ConfigError(
                 "under swiftrun the job makes checkpoints itself: use shared_core.attach() and the option "
@@ -112,13 +112,13 @@ class Checkpointer(TrainingLoop):
                 "a Checkpointer needs the optimizer: a checkpoint is made between two of its steps; pass it the "
                 "torch.optim.Optimizer itself, not a wrapper"
             )
-        self._modules = models
         self._alone = OneProcess(config, models, optimizers)
-        # It has all of a job that a loop asks for.
-        self._begin(cast(Job, self._alone), config)
+        progress = LoopProgress()
+        progress.begin(cast(Job, self._alone), config)  # it has all of a job that a loop asks for
+        super().__init__(progress, models)
         for each in objects:
             if isinstance(each, torch.utils.data.DataLoader):
-                self._loaders.attach(each)
+                progress.loaders.attach(each)
             elif not isinstance(each, (nn.Module, Optimizer)):
                 self.register(each)
 

@@ -24,7 +24,6 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
-from shared_core.worker.program.saves import Saves
 from shared_core.worker.state.local_state import Capture, Restore
 from shared_core.worker.state.orders import StateOrders
 from shared_core.worker.state.replicated import Replicated
@@ -57,8 +56,7 @@ class Job:
         self.parts, self.trained, self.updates = worker.parts, worker.trained, worker.updates
         self.checkpoints, self.options = worker.checkpoints, worker.options
         self.survivor_groups, self.replays = worker.survivor_groups, worker.replays
-        self.reporter, self.runtime = worker.reporter, worker.runtime
-        self.saves = Saves(self.rank, worker.env.restart, self.updates, self.notes, self.parts, self.fall_back)
+        self.reporter, self.runtime, self.saves = worker.reporter, worker.runtime, worker.saves
 
     @property
     def env(self) -> WorkerEnv:

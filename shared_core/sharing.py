@@ -197,7 +197,8 @@ def shared_steps(sharing: StepSharing, epochs: int, position: Any, boundary: Cal
     """The steps of some epochs.
 
     Args:
-        position: its attribute ``total_steps`` is the number of the next step; it is restored in a replacement.
+        position: its attribute ``total_steps`` is the number of the next step, which ``used()`` counts on; it is
+            restored in a replacement.
         boundary: marks the step boundaries; a replacement takes the failed worker's place in one.
     """
     while True:
@@ -207,4 +208,4 @@ def shared_steps(sharing: StepSharing, epochs: int, position: Any, boundary: Cal
         if position.total_steps >= epochs * sharing.per_epoch:
             return
         yield step
-        position.total_steps += 1
+        position.used()

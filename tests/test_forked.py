@@ -15,8 +15,7 @@ from harness import Jobs, most
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.protocol.forking import Forkable, why_not
-from shared_core.protocol.preparing import RESERVE_BYTES, Measured
+from shared_core.protocol.preparing import RESERVE_BYTES, Forkable, Measured, why_not
 from shared_core.protocol.request import SINGLE_THREADED
 from tests.support.report import AWAIT, STARTUP
 from tests.support.runner import JobResult, compare, unconfirmed

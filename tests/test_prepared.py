@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from harness import Jobs, most
 
+from shared_core.config import SwiftConfig
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.protocol.preparing import RESERVE_BYTES, RETRY_S, Measured, decide, next_rank, order, retry_s
 from shared_core.system.memory import machine_bytes, private_bytes
@@ -147,10 +148,14 @@ def test_a_stage_without_a_replica_has_no_standby(jobs: Jobs) -> None:
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
+def config(prepared: int | str, on_failure: str = "replace") -> SwiftConfig:
+    return SwiftConfig.from_dict({"on_failure": on_failure, "standby.prepared": prepared})
+
+
 def test_auto_prepares_where_the_start_is_slow_and_memory_allows() -> None:
     def number(startup_s: float, free_gib: float, ranks: range = range(4), on_failure: str = "replace") -> int:
         measured = Measured(startup_s, 2 * GIB, int(free_gib * GIB), 100 * GIB)  # 10 GiB stay free
-        return decide("auto", ranks, measured, on_failure).number
+        return decide(config("auto", on_failure), ranks, measured).number
 
     assert [number(8.0, free) for free in (0, 11.9, 12, 15.9, 16, 90)] == [0, 0, 1, 2, 3, 3]
     assert number(1.9, 90) == 0
@@ -161,19 +166,19 @@ def test_auto_prepares_where_the_start_is_slow_and_memory_allows() -> None:
 
 def test_what_is_prepared_already_needs_no_further_memory() -> None:
     measured = Measured(8.0, 2 * GIB, 10 * GIB, 100 * GIB)
-    assert decide("auto", range(4), measured, "replace", prepared=2).number == 2
+    assert decide(config("auto"), range(4), measured, prepared=2).number == 2
 
 
 def test_a_number_that_is_asked_for_is_prepared() -> None:
     measured = Measured(0.1, 2 * GIB, 0, 4 * GIB)
     assert measured.reserve_bytes == RESERVE_BYTES
-    assert [decide(k, range(4), measured, "replace").number for k in (0, 1, 4, 9)] == [0, 1, 4, 4]
-    assert decide(2, range(4), measured, "reroute").number == 2
-    assert decide(2, range(4), measured, "restart").number == 0
+    assert [decide(config(k), range(4), measured).number for k in (0, 1, 4, 9)] == [0, 1, 4, 4]
+    assert decide(config(2, "reroute"), range(4), measured).number == 2
+    assert decide(config(2, "restart"), range(4), measured).number == 0
 
 
 def test_the_decision_is_said_with_its_numbers() -> None:
-    text = decide("auto", range(4), Measured(8.04, GIB // 2, 27 * GIB, 32 * GIB), "replace").text
+    text = decide(config("auto"), range(4), Measured(8.04, GIB // 2, 27 * GIB, 32 * GIB)).text
     assert text == (
         "3 standbys are prepared: the script takes 8.0 s to its first batch; a worker has 0.50 GiB, 27.00 GiB are "
         "free, and 3.20 GiB stay free"

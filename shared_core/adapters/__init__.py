@@ -8,7 +8,6 @@ from shared_core.config import CHECKPOINT_OPTIONS
 from shared_core.lazy import lazily
 
 if TYPE_CHECKING:
-    from shared_core.adapters.loop import AdapterLoop
     from shared_core.handover import (
         hand_over,
         launched_by_swiftrun,
@@ -18,10 +17,11 @@ if TYPE_CHECKING:
         warn_srun_once,
     )
     from shared_core.loaders import TrackedLoader
+    from shared_core.loop_progress import LoopProgress
 
 __all__ = [
     "CHECKPOINT_OPTIONS",
-    "AdapterLoop",
+    "LoopProgress",
     "TrackedLoader",
     "hand_over",
     "launched_by_swiftrun",
@@ -34,7 +34,6 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "shared_core.adapters.loop": ("AdapterLoop",),
         "shared_core.handover": (
             "hand_over",
             "launched_by_swiftrun",
@@ -44,5 +43,6 @@ __getattr__ = lazily(
             "warn_srun_once",
         ),
         "shared_core.loaders": ("TrackedLoader",),
+        "shared_core.loop_progress": ("LoopProgress",),
     },
 )

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shared_core.cli import arguments, serving
-from shared_core.cli.job_options import build_config, check_folders
-from shared_core.cli.section import find_section
+from shared_core.cli.job_options import build_config, check_folders, find_section
 from shared_core.config.page import help_of
 from shared_core.errors import ConfigError, OutOfResources, SwiftError, told
 from shared_core.events import console

@@ -131,7 +131,12 @@ class SwiftConfig(Section):
     @property
     def resizes(self) -> bool:
         """Whether the number of workers may change."""
-        return self.shrinks or (self.on_failure == "replace" and self.resize.replace_timeout_s > 0)
+        return self.shrinks or (self.replaces and self.resize.replace_timeout_s > 0)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the others wait for the replacement of a rank that fails."""
+        return self.on_failure == "replace"
 
     @property
     def reroutes(self) -> bool:

@@ -33,10 +33,9 @@ from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.machine_workers import MachineWorkers
 from shared_core.launcher.options import AgentOptions, Program
-from shared_core.launcher.other_machines import OtherMachines
+from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.persisting import Persisting
 from shared_core.launcher.rendezvous import SwiftRendezvousHandler
-from shared_core.launcher.resizes import Resizes
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.starting import Starter

@@ -13,8 +13,7 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
-from shared_core.launcher.other_machines import OtherMachines
-from shared_core.launcher.resizes import Resizes
+from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.protocol import keys
 from shared_core.protocol.agent_phase import AgentEvent

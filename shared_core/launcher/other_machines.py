@@ -1,15 +1,112 @@
-"""What an agent does about the other machines while its job runs."""
+"""What an agent does about the other machines while its job runs, and when the number of workers changes."""
 
 from __future__ import annotations
 
+import time
+
+from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.console import ranks
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.machine import MachineMembership
-from shared_core.launcher.resizes import Resizes
-from shared_core.protocol.agent_phase import AgentEvent
-from shared_core.protocol.generation import EntryKind
+from shared_core.protocol import progress_file
+from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
+from shared_core.protocol.worker_env import Resized
+
+
+class Resizes:
+    """Begins changes, ends them, and gives them up. ``nproc``: workers of this machine, at most."""
+
+    def __init__(
+        self,
+        config: SwiftConfig,
+        nproc: int,
+        alone: bool,
+        attempts: Attempts,
+        job_reporter: JobReporter,
+        resizing: Resizing,
+    ) -> None:
+        self._config, self._nproc, self._alone = config, nproc, alone
+        self._attempts, self._job_reporter, self._resizing = attempts, job_reporter, resizing
+
+    def grow_if_due(self) -> None:
+        resizing, attempts, now = self._resizing, self._attempts, time.monotonic()
+        if not attempts.phase.trains or not resizing.grows(now):
+            return
+        here = attempts.places.ranks
+        if attempts.phase is AgentPhase.RESIZING or not attempts.workers.complete or attempts.now.goodbyes():
+            resizing.schedule(now, len(here))  # try again later
+            return
+        self._begin(here, resizing.full)
+
+    def shrink_late(self) -> None:
+        """Continue without ranks whose replacements have not joined in time. Only on a single machine."""
+        attempts, resizing = self._attempts, self._resizing
+        if not self._alone:
+            return
+        resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
+        late = resizing.late(time.monotonic())
+        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.workers.roster.failed)
+        if not late or not stay or attempts.phase is not AgentPhase.RUNNING:
+            return
+        limit_s = self._config.resize.replace_timeout_s
+        why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
+        console(f"{why}: the others continue without {'it' if len(late) == 1 else 'them'}")
+        if self._begin(stay, len(stay)):
+            attempts.workers.roster.lose(late)
+            attempts.workers.kill_ranks(late, why)
+
+    def _begin(self, stay: list[int], target: int) -> bool:
+        """Have these ranks give their state to the next attempt; False if the attempt is over."""
+        entry = self._attempts.now.next_generation((), time.time(), stay)
+        if entry is None:
+            return False
+        self._job_reporter.generation(entry)
+        self._resizing.begin(stay, target)
+        self._attempts.step(AgentEvent.CHANGE)
+        return True
+
+    def _has_joined(self, rank: int) -> bool:
+        progress = progress_file.read_progress(self._attempts.progress_file(rank))
+        live = self._attempts.workers.pool.live.values()
+        started = max((one.started for one in live if one.rank == rank), default=None)
+        return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
+
+    def handed_on(self, generation: int, boundary: int) -> None:
+        """The ranks have written their state: end this attempt and continue with another number of workers."""
+        resizing, attempts, attempt = self._resizing, self._attempts, self._attempts.now
+        if attempts.phase is not AgentPhase.RESIZING or generation != attempt.generation:
+            return
+        before = attempts.places.world_size
+        line = Resized(attempt.number, before, resizing.stay, boundary) if boundary else resizing.line
+        machines = () if self._alone else resizing.after
+        entry = Entry(kind=EntryKind.RESIZE, workers=resizing.target, line=line, machines=machines)
+        written = attempt.append(lambda: entry if attempt.generation == generation else None)
+        if written is not None:  # else another agent was first, or has seen another failure
+            self._job_reporter.emit(
+                "resize", workers=resizing.target, before=before, boundary=boundary, stay=list(resizing.stay)
+            )
+            attempts.resize(written)
+
+    def declined(self, generation: int, reason: str) -> None:
+        """The number of workers cannot change here: failed ones are replaced after all."""
+        attempts = self._attempts
+        if attempts.phase is not AgentPhase.RESIZING or generation != attempts.now.generation:
+            return
+        console(f"the number of workers cannot change now ({reason}): failed workers are replaced instead")
+        self._job_reporter.warn(f"the number of workers cannot change: {reason}")
+        self._resizing.decline(time.monotonic(), len(attempts.places.ranks))
+        if (entry := attempts.now.next_generation((), time.time(), ends=True)) is not None:
+            self._job_reporter.generation(entry)
+            self.note(entry)
+
+    def note(self, entry: Entry) -> None:
+        """A generation was written that may begin or end a change."""
+        self._resizing.follow(entry, self._nproc)
+        self._attempts.step(AgentEvent.CHANGE if self._resizing.stay else AgentEvent.NO_CHANGE)
 
 
 class OtherMachines:

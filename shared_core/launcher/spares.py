@@ -60,7 +60,7 @@ class Spares:
             return
         forked = {rank for rank, said in self._ready.items() if said.forked}
         made, others = self._ready.keys() - forked, set(ranks) - forked
-        decision = decide(chosen, sorted(others), measured, self._config.on_failure, len(made), forked=len(forked))
+        decision = decide(self._config, sorted(others), measured, len(made), forked=len(forked))
         if not self._told:
             self._told = True
             fields = asdict(measured)

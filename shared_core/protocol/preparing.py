@@ -1,7 +1,11 @@
-"""Which ranks have a hot standby, decided from measurements. Pure.
+"""Which ranks have a hot standby, decided from measurements, and whether a worker forks itself as its own. Pure.
 
 A hot standby has run the script as one rank up to its first step boundary. At the failure of that rank the others do
 not wait for the script's start-up; until then it takes the memory of a worker.
+
+A forked process has the memory of its parent, one thread, and the parent's open files. So a worker forks only where it
+knows all threads and files that it has: what is not known may be a pool without threads in the copy, or a file that
+both of them read on from one place.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from shared_core.config import SwiftConfig
 from shared_core.protocol.codec import Count
 
 #: ``auto`` prepares from this start-up on, in seconds: below it a replacement is hardly later than the recovery.
@@ -75,30 +80,24 @@ class PreparingDecision:
 
 
 def decide(
-    wanted: int | str,
-    ranks: Sequence[int],
-    measured: Measured,
-    on_failure: str,
-    prepared: int = 0,
-    *,
-    forked: int = 0,
+    config: SwiftConfig, ranks: Sequence[int], measured: Measured, prepared: int = 0, *, forked: int = 0
 ) -> PreparingDecision:
     """How many of ``ranks``, those of a machine whose workers have forked none, get a hot standby that runs the script.
     The memory of those ``prepared`` is not free any more; so many others are ``forked``.
     """
-    if on_failure in ("restart", "shrink"):
+    if config.restarts or config.shrinks:
         return PreparingDecision(
-            0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place"
+            0, f"no standby is prepared: with on_failure={config.on_failure!r} nobody takes a failed rank's place"
         )
     takes = f"the script takes {measured.startup_s:.1f} s to its first batch"
     memory = (
         f"a worker has {measured.worker_bytes / _GIB:.2f} GiB, {measured.free_bytes / _GIB:.2f} GiB are free, and "
         f"{measured.reserve_bytes / _GIB:.2f} GiB stay free"
     )
-    if wanted != "auto":
-        number = min(int(wanted), len(ranks))
+    if config.standby.prepared != "auto":
+        number = min(int(config.standby.prepared), len(ranks))
         return PreparingDecision(number, f"{_standbys(number)} prepared, as asked for: {takes}; {memory}")
-    if on_failure == "reroute":
+    if config.reroutes:
         return PreparingDecision(
             0, "no standby is prepared: with on_failure='reroute' the others do not wait for a replacement"
         )
@@ -145,3 +144,46 @@ def next_rank(
 def retry_s(failures: int) -> float | None:
     """Seconds until the next try after so many failures in a row, at least one; None to give up."""
     return RETRY_S[failures - 1] if failures <= len(RETRY_S) else None
+
+
+@dataclass(frozen=True)
+class Forkable:
+    """A worker that may fork itself.
+
+    Attributes:
+        workers: on this machine; each may need as much memory for its copy.
+        compute_threads: that an operation of torch uses.
+        threads: beside those of the product and of gloo, by name.
+        files: open ones whose use by two processes is not known to be safe, connections and pipes among them.
+        unfit: of what is trained, why no copy of this process can take the place; empty if it can.
+        measured: ``startup_s`` is that of this worker.
+    """
+
+    workers: int
+    machines: int
+    compute_threads: int
+    threads: tuple[str, ...]
+    files: tuple[str, ...]
+    unfit: str
+    measured: Measured
+
+
+def why_not(config: SwiftConfig, found: Forkable) -> str:
+    """Why a worker does not fork itself whose start took long enough, with ``standby.prepared="auto"``; empty if it
+    does.
+    """
+    if not config.replaces:
+        return f"on_failure={config.on_failure!r}"
+    if found.machines > 1:
+        return "the job has several machines"
+    if found.unfit:
+        return found.unfit
+    if found.compute_threads > 1:
+        return f"operations of torch use {found.compute_threads} threads"
+    if found.threads:
+        return f"it has other threads: {', '.join(sorted(set(found.threads)))}"
+    if found.files:
+        return f"it holds {found.files[0]} open"
+    if found.measured.fits < found.workers:
+        return "there is no memory for a copy of each worker"
+    return ""

@@ -113,7 +113,7 @@ class Resizing:
         return bool(self.stay) or (self.config.shrinks and not goodbyes)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
-        if self.config.on_failure == "replace" and self.config.resize.replace_timeout_s:
+        if self.config.replaces and self.config.resize.replace_timeout_s:
             self.due.update(dict.fromkeys(ranks, now + self.config.resize.replace_timeout_s))
 
     def joined(self, ranks: Iterable[int]) -> None:

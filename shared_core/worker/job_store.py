@@ -16,6 +16,10 @@ class JobStore:
     """One connection, made at the first use and shared by all threads. No call on it blocks for a key."""
 
     def __init__(self, env: WorkerEnv) -> None:
+        self.begin(env)
+
+    def begin(self, env: WorkerEnv) -> None:
+        """Be that of the worker that ``env`` describes; again in a forked copy of the process."""
         self._env = env
         self._client: RemoteStore | None = None
         self._lock = threading.Lock()

@@ -24,7 +24,6 @@ from shared_core.transport.store import Store
 from shared_core.worker import link
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
-from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
 from shared_core.worker.fatal_actions import FatalActions
@@ -32,29 +31,27 @@ from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.mirror import Mirror
-from shared_core.worker.program.checkpointing import Checkpointing
+from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
-from shared_core.worker.program.notes import Notes
+from shared_core.worker.program.notes import Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
-from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.publishing import Checkpointing, Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
-from shared_core.worker.recovery.commits import Commits
-from shared_core.worker.recovery.context import Context
+from shared_core.worker.recovery.context import Context, Lifecycle
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
-from shared_core.worker.recovery.replay import Replays
+from shared_core.worker.recovery.replay import Commits, Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.spare import Spare
-from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.compiled import Compiled
@@ -75,9 +72,9 @@ class WorkerRuntime:
         publisher = self.publisher = SharedMemoryPublisher(
             env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
         )
-        log, store = DiskLog(env), JobStore(env)
+        log, store, relay = DiskLog(env), JobStore(env), _Relay(self)
         self.log, self.store = log, store
-        runtime = self.runtime = Runtime(env, _GroupsRelay(self), log, _marks(env))
+        runtime = self.runtime = Runtime(env, relay, log, _marks(env))
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
         self._context = context
@@ -105,13 +102,13 @@ class WorkerRuntime:
             lambda reason: self._cannot_put_back(reason, position.origin),
         )
         # Recovery.
-        donor = self._donor = Donor(env, publisher, updates, position)
+        donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
-        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, _RecoveryRelay(self))
+        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, relay)
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
         self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
-        commits = self._commits = Commits(
+        commits = Commits(
             runtime,
             log,
             lambda: self.start.checkpoints.newest_boundary,
@@ -128,60 +125,43 @@ class WorkerRuntime:
         self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
-        replicas = self._replicas = Replicas(env, recovery, updates)
-        publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
-        self.joining = Joining(
-            start,
-            position,
-            runtime.place,
-            MadeGroups(runtime),
-            parts,
-            trained,
-            buckets,
-            updates,
-            progress,
-            replays,
-            reporter,
-            publishing,
-        )
+        replicas = self._replicas = Replicas(recovery, updates)
+        state = BoundaryState(runtime, parts, trained)
+        publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
+        self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
         self.boundaries = StepBoundaries(
             position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
         )
+        fall_back = fatal_actions.fall_back
         self.entries = Entries(
-            start, position, runtime, publisher, parts, reporter, publishing, self.joining, fatal_actions.fall_back
+            start, position, runtime, publisher, parts, reporter, publishing, self.joining, fall_back
         )
+        self.saves = Saves(env, updates, self.notes, parts, fall_back)
         self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
 
     def begin_again(self, env: WorkerEnv) -> None:
         """In a forked copy of the process: be the hot standby that ``env`` describes.
 
         What belongs to the program stays as it is: what is attached, registered and counted. What lives by threads and
-        connections, or knows this worker's past, is made anew. It stays the same objects, which hooks of the program
-        and the other parts hold.
+        connections, or knows this worker's past, begins again; hooks of the program and the other parts hold it.
         """
         link.forget_ends()
-        publisher, updates, runtime, store = self.publisher, self.updates, self.runtime, self.store
-        recovery, copies, survivor_groups = self.recovery, self.copies, self.survivor_groups
-        _as_new(store, env)
-        runtime.in_copy()
-        context = replace(self._context, env=env, lifecycle=Lifecycle(env, runtime))
-        self.env, self._context = env, context
-        _as_new(copies, context, updates, lambda: self.trained.replicas)
-        _as_new(recovery, context, publisher, self._donor, copies, _RecoveryRelay(self))
-        _as_new(survivor_groups, recovery, copies, self.position)
-        _as_new(self._replicas, env, recovery, updates)
-        _as_new(self.wait_watchdog, recovery)
-        _as_new(self.place_reports, context)
-        self.reporter.begin_again(env)
-        spare = self._spare
-        _as_new(spare, env, store, publisher, forked=True)
-        _as_new(
-            self.start, context, recovery, survivor_groups, updates, self.parts, spare, self.position,
-            lambda: self._commits.presses,
-        )  # fmt: skip
-        if runtime.world is not None:
-            runtime.answer_from({})
-            spare.then(self.wait_watchdog.begin)
+        self.store.begin(env)
+        self.runtime.in_copy()
+        self.env = env
+        context = self._context = replace(self._context, env=env, lifecycle=Lifecycle(env, self.runtime))
+        self.copies.begin(context)
+        self.recovery.begin(context)
+        self.survivor_groups.begin()
+        self._replicas.begin()
+        self.wait_watchdog.begin()
+        self.place_reports.begin(context)
+        self.reporter.begin(env)
+        self._spare.begin(env, forked=True)
+        self.start.begin(context)
+        if self.runtime.world is not None:
+            self.runtime.answer_from({})
+            self._spare.then(self.wait_watchdog.watch)
 
     def _updated(self) -> None:
         self.reporter.updated()
@@ -194,20 +174,16 @@ class WorkerRuntime:
         self.fatal_actions.fall_back(reason)
 
 
-def _as_new(part: object, *args: Any, **options: Any) -> None:
-    make: Any = type(part)
-    make.__init__(part, *args, **options)
-
-
 class _Relay:
-    """Passes calls from below on to parts that are made after the caller."""
+    """Passes calls from below on to parts that are made after the caller: it is the
+    :class:`~shared_core.worker.comm.listener.OperationListener` of the groups, and the
+    :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations.
+    """
 
     def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
 
-
-class _GroupsRelay(_Relay):
-    """The :class:`~shared_core.worker.comm.listener.OperationListener` of the groups."""
+    # -- of the groups -------------------------------------------------------------------------------------------------
 
     def new_store(self, prefix: str) -> Store:
         return self._worker.store.below(prefix)
@@ -215,14 +191,14 @@ class _GroupsRelay(_Relay):
     def first_group(self) -> None:
         """Form the first generation. A replacement with a step boundary to reach does so there; another joins here."""
         it, arrival = self._worker, self._worker.start.start_point
-        it.place_reports.begin()
+        it.place_reports.start()
         # A hot standby goes the way of a replacement, and says nothing to the others before it has a place.
         if arrival.spare.waits:
             it.runtime.answer_from(dict(it.publisher.records.read()))
-            arrival.spare.then(it.wait_watchdog.begin)
+            arrival.spare.then(it.wait_watchdog.watch)
             inject.point("spare.prepares")
             return
-        it.wait_watchdog.begin()
+        it.wait_watchdog.watch()
         arrival.prepare()
         if it.runtime.starting:
             return
@@ -288,9 +264,7 @@ class _GroupsRelay(_Relay):
     def failed(self, error: SwiftError) -> None:
         self._worker.fatal_actions.fail(error)
 
-
-class _RecoveryRelay(_Relay):
-    """The :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations."""
+    # -- of the forming of generations ---------------------------------------------------------------------------------
 
     def recovered(self, fields: dict[str, Any]) -> None:
         self._worker.reporter.recovered(fields)
@@ -310,9 +284,6 @@ class _RecoveryRelay(_Relay):
 
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together
-
-    def await_absent(self) -> bool:
-        return self._worker.survivor_groups.await_absent()
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:

@@ -14,7 +14,7 @@ from util import start_command
 
 from shared_core.checkpoint import history
 from shared_core.checkpoint.history import Run
-from shared_core.cli.section import find_section
+from shared_core.cli.job_options import find_section
 from shared_core.cli.swiftctl import main as swiftctl
 from shared_core.errors import ConfigError, NotAFile
 from shared_core.events import EventLog, read_events

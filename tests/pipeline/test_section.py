@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import Jobs
 
-from shared_core.cli.section import find_section
+from shared_core.cli.job_options import find_section
 from shared_core.errors import ConfigError
 from shared_core.faults import Fault
 

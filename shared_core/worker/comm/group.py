@@ -27,7 +27,7 @@ from shared_core.worker.comm.compat import (
 )
 from shared_core.worker.comm.group_identity import GroupIdentity
 from shared_core.worker.comm.listener import KeptBucketInput
-from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
+from shared_core.worker.comm.op import KeptResults, Op, RunAgain, SwiftWork, input_checksum, signature
 from shared_core.worker.comm.staged import StagedReceive, staged, staged_in_place
 
 Tensors = list[torch.Tensor]
@@ -179,7 +179,7 @@ class SwiftProcessGroup(GroupIdentity):
             buffers,
             install=partial(_copy, tensors),
             value=buffers if bucket else tensors,  # DDP gets the buffer itself
-            copy_results=False,
+            keeps=KeptResults.POOLED,
             lazy=bucket,
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
         )
@@ -204,8 +204,7 @@ class SwiftProcessGroup(GroupIdentity):
             start,
             tensors,
             value=tensors,
-            copy_results=False,
-            borrowed=True,
+            keeps=KeptResults.BUCKET,
             checksum=checksum if self._runtime.bucket_checksums else 0,
         )
         return self._run(op, tensors, bucket=True)
@@ -284,13 +283,16 @@ class SwiftProcessGroup(GroupIdentity):
         again = results.sharded and self._state.size > 1
         kept, new = results.inputs.keep(input) if again else (input, False)
         room = _room_of([output])
+
+        def redo(inner: Any) -> Any:
+            return inner._allgather_base(*room(), kept, opts)
+
         op = Op(
             signature("all_gather_single", [input]),
             lambda inner: inner._allgather_base(output, input, opts),
             [output],
             value=[output],
-            redo=(lambda inner: inner._allgather_base(*room(), kept, opts)) if again else None,
-            kept=[kept] if new else [],
+            keeps=RunAgain(redo, [kept] if new else []) if again else KeptResults.COPY,
             checksum=self._inputs_checksum([input]),
         )
         return self._run(op, [input])
@@ -368,9 +370,7 @@ class SwiftProcessGroup(GroupIdentity):
             lambda inner: run(inner, outputs),
             outputs,
             value=value,
-            redo=lambda inner: run(inner, room()),
-            kept=kept,
-            kept_pooled=not results.lent,
+            keeps=RunAgain(lambda inner: run(inner, room()), kept, pooled=not results.lent),
             full=full,
             checksum=0 if results.padded and name == "reduce_scatter_single" else self._inputs_checksum(inputs),
         )

@@ -6,7 +6,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,6 +20,32 @@ from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.messages.group_log import Signature
 
 Start = Callable[[Any], Any]  # inner gloo group -> inner work
+
+
+class KeptResults(Enum):
+    """What the log keeps of an operation with a replicated result."""
+
+    #: A copy, because the caller may overwrite them.
+    COPY = "copy"
+    #: They are pooled buffers, which nobody overwrites.
+    POOLED = "pooled"
+    #: They are buckets of DDP; they are copied only if the log needs them for longer than DDP.
+    BUCKET = "bucket"
+
+
+@dataclass(frozen=True)
+class RunAgain:
+    """The log keeps inputs, because the result differs by rank: after a failure every member runs it again.
+
+    Attributes:
+        redo: as :attr:`Op.start`, from these inputs into scratch outputs.
+        tensors: the inputs; empty where something else keeps them.
+        pooled: they are pooled buffers, which go back to the pool.
+    """
+
+    redo: Start
+    tensors: list[torch.Tensor]
+    pooled: bool = False
 
 
 class Op:
@@ -34,12 +62,8 @@ class Op:
         results: CPU tensors that hold the result once the inner work is done; the log keeps them.
         install: copies ``results`` to the caller's tensors; None if they are the caller's.
         value: of the future.
-        copy_results: the log must copy ``results``, because the caller may overwrite them.
-        borrowed: ``results`` are buckets of DDP, which the log copies only if it needs them for longer than DDP.
+        keeps: what the log keeps.
         lazy: ``install`` may wait for ``wait()``: DDP's reducer takes the future's value and needs no copy.
-        redo: of operations whose result differs by rank: as ``start``, from ``kept`` into scratch outputs.
-        kept: inputs for ``redo``.
-        kept_pooled: they are pooled buffers, which go back to the pool.
         full: every member contributes, so its end proves that all have called it.
         checksum: of the inputs; 0 where there is none.
         record: keeps the result for later replacements, before the caller can change it; None if nobody needs it.
@@ -51,20 +75,16 @@ class Op:
         "attempt",
         "awaited",
         "begun",
-        "borrowed",
         "checksum",
-        "copy_results",
         "full",
         "future",
         "inner_work",
         "install",
         "installed",
-        "kept",
-        "kept_pooled",
+        "keeps",
         "lazy",
         "place",
         "record",
-        "redo",
         "results",
         "seq",
         "signature",
@@ -81,12 +101,8 @@ class Op:
         *,
         install: Callable[[Sequence[torch.Tensor]], None] | None = None,
         value: Any = None,
-        copy_results: bool = True,
-        borrowed: bool = False,
+        keeps: KeptResults | RunAgain = KeptResults.COPY,
         lazy: bool = False,
-        redo: Start | None = None,
-        kept: list[torch.Tensor] | None = None,
-        kept_pooled: bool = False,
         full: bool = True,
         checksum: int = 0,
     ) -> None:
@@ -102,11 +118,8 @@ class Op:
         self.install = install
         self.installed = False
         self.value = value
-        self.copy_results, self.borrowed = copy_results, borrowed
-        self.lazy = lazy
+        self.keeps, self.lazy = keeps, lazy
         self.record: Callable[[], None] | None = None
-        self.redo = redo
-        self.kept, self.kept_pooled = kept or [], kept_pooled
         self.full = full
         self.checksum = checksum
         self.inner_work: Any = None

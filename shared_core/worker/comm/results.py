@@ -15,7 +15,7 @@ import torch
 
 from shared_core.resources import map_file
 from shared_core.worker.comm.groups import Groups, GroupState
-from shared_core.worker.comm.op import Op, input_checksum
+from shared_core.worker.comm.op import KeptResults, Op, RunAgain, input_checksum
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool, LogEntry, Logged, Spilling
@@ -93,12 +93,14 @@ class CollectiveResults:
     def keep(self, group: GroupState, op: Op) -> LogEntry:
         """Log a finished operation. Callers hold the lock, and call :meth:`archive` without it."""
         group.done.add(op.seq)
-        if op.redo is not None:
-            entry = LogEntry(op.signature, op.boundary, [], redo=op.redo, kept=op.kept, pooled=op.kept_pooled)
-        elif op.copy_results:
+        keeps = op.keeps
+        if isinstance(keeps, RunAgain):
+            entry = LogEntry(op.signature, op.boundary, [], redo=keeps.redo, kept=keeps.tensors, pooled=keeps.pooled)
+        elif keeps is KeptResults.COPY:
             entry = LogEntry(op.signature, op.boundary, [t.detach().clone() for t in op.results])
         else:
-            entry = LogEntry(op.signature, op.boundary, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
+            borrowed = keeps is KeptResults.BUCKET
+            entry = LogEntry(op.signature, op.boundary, op.results, pooled=not borrowed, borrowed=borrowed)
         group.log.put(op.seq, entry)
         if op.full and op.boundary > self._state.stable:
             if group.size == self._state.world_size:

@@ -8,7 +8,7 @@ from typing import Any
 from shared_core.protocol.frontier import channel_key
 from shared_core.protocol.standstill import ANY_SOURCE, WaitStatus
 from shared_core.worker.comm.groups import GroupState
-from shared_core.worker.comm.op import Op, describe
+from shared_core.worker.comm.op import KeptResults, Op, describe
 from shared_core.worker.comm.runtime import Runtime
 
 
@@ -66,7 +66,7 @@ def _collective(runtime: Runtime) -> tuple[GroupState, Op] | None:
         for seq in sorted(group.pending)
     ]
     asked = [each for each in pending if each[1].awaited]
-    buckets = [each for each in pending if each[1].lazy or each[1].borrowed]
+    buckets = [each for each in pending if each[1].lazy or each[1].keeps is KeptResults.BUCKET]
     return next(iter(asked or buckets), None)
 
 

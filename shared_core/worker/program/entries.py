@@ -12,7 +12,7 @@ from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.publications import SharedMemoryPublisher
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.checkpoints.restored import Restored
-from shared_core.worker.comm.made_groups import MadeGroups
-from shared_core.worker.comm.places import ProgramPlace
+from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.recovery.start import WorkerStart
-from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.local_state import BoundaryPosition, StateParts
-from shared_core.worker.state.updates import Updates
+from shared_core.worker.recovery.start_point import WorkerStart
+from shared_core.worker.state.local_state import BoundaryPosition
 
 
 class Joining:
@@ -26,20 +25,15 @@ class Joining:
         self,
         start: WorkerStart,
         position: BoundaryPosition,
-        place: ProgramPlace,
-        made_groups: MadeGroups,
-        parts: StateParts,
+        state: BoundaryState,
         trained: Trained,
-        buckets: Buckets,
-        updates: Updates,
         progress: progress_file.ProgressFile,
         replays: Replays,
         reporter: RecoveryReporter,
         publishing: Publishing,
     ) -> None:
-        self._start, self._position, self._place, self._parts, self._trained = start, position, place, parts, trained
-        self._made_groups = made_groups
-        self._buckets, self._updates, self._progress = buckets, updates, progress
+        self._start, self._position, self._state, self._trained = start, position, state, trained
+        self._progress = progress
         self._replays, self._reporter, self._publishing = replays, reporter, publishing
 
     @property
@@ -62,34 +56,24 @@ class Joining:
         admitted = received is not None and place.added
         if received is not None:
             self._replays.begin(received.replaying)
-        self._updates.load(place.boundary.version, place.description, place.tensors, owned=place.owned)
-        self._buckets.settle(place.records, place.boundary)
+        self._trained.load(place)
         with self._position.restoring(resized=place.resized, added=place.added):
-            self._take_place(place)
+            gradients = self._take_place(place)
         self._position.note_rejoined(admitted)
         self._reporter.began(place.boundary.index, start_point.reached(place))
         self._reporter.passed()
         if admitted or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
-            gradients = place.parts.get("swift.gradients")
             self._publishing.publish(place.boundary.kind, gradients, save=not (admitted or place.tier))
         if received is not None:
             self._reporter.joined(received, **({} if admitted else {"joined_s": time.time() - started}))
 
-    def _take_place(self, place: Restored) -> None:
-        parts = place.parts | self._parts.of_main(place.main)
+    def _take_place(self, place: Restored) -> dict[int, torch.Tensor] | None:
+        """Returns the pending gradients."""
         self._position.boundaries = place.boundary.index
-        if "swift.place" in parts:  # not in older checkpoints
-            self._place.restore(parts["swift.place"])
         self._start.checkpoints.joined(place.boundary, saved=bool(place.tier))
         self._start.start_point.joined()
-        if "swift.groups_made" in parts:  # before variables, which may name groups
-            self._made_groups.restore(parts["swift.groups_made"], missing=not (place.resized or place.added))
-        self._parts.restore(parts)
-        self._trained.set_gradients(parts.get("swift.gradients", {}))
-        self._buckets.eligible = parts.get("swift.eligible", 0)
-        images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
-        again = bool(place.tier) or place.resized
-        self._updates.resume(self._position.boundaries, images=images, outside=outside, again=again)
+        gradients = self._state.restore(place)
         inject.set_step(self._position.boundaries)
         self._progress.boundary(self._position.boundaries)
+        return gradients

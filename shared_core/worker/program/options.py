@@ -12,7 +12,7 @@ from shared_core.handover import NOT_TOLD
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime
 from shared_core.worker.link import wish
-from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.start_point import WorkerStart
 
 
 class ProgramOptions:
@@ -58,5 +58,5 @@ class ProgramOptions:
                 "to the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"
             )
         self.env = replace(self.env, config=config)
-        self._start.again(self.env)
+        self._start.use(self.env)
         wish({name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)}, self.env)

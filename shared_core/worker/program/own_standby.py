@@ -17,8 +17,7 @@ import torch
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol import worker_env
-from shared_core.protocol.forking import Forkable, why_not
-from shared_core.protocol.preparing import LEAST_STARTUP_S, Measured
+from shared_core.protocol.preparing import LEAST_STARTUP_S, Forkable, Measured, why_not
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import process
 from shared_core.system.memory import machine_bytes, private_bytes
@@ -27,7 +26,7 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery import forked
-from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.start import hot_standby
 
 

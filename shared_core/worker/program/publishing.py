@@ -1,25 +1,64 @@
-"""Publishes this worker at its step boundaries."""
+"""Publishes this worker at its step boundaries, and makes the job's checkpoints there."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.made_groups import MadeGroups
-from shared_core.worker.program.checkpointing import Checkpointing
+from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.replicas import Replicas
+from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.state.local_state import BoundaryPosition, StateParts
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 
 
+class Checkpointing:
+    """What the program says and asks of the job's checkpoints."""
+
+    def __init__(self, start: WorkerStart, position: BoundaryPosition, publisher: SharedMemoryPublisher) -> None:
+        self._start, self._position, self._publisher = start, position, publisher
+        self._reachable = True
+
+    @property
+    def near(self) -> bool:
+        """Rank 0: whether a checkpoint may be made at the next boundary; first flush what it counts as written."""
+        return self._start.checkpoints.near(self._position.boundaries + 1)
+
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint was due at the present step boundary; all ranks agree on it."""
+        return self._position.boundaries > 0 and self._start.checkpoints.due_boundary == self._position.boundaries
+
+    def keep_number(self, reason: str) -> None:
+        """Checkpoints made from now on serve no other number of workers; the reason is shown to the user."""
+        self._start.checkpoints.keep_number(reason)
+
+    def note_reachable(self, reachable: bool) -> None:
+        """Whether a fresh worker that runs the script gets to the present place; elsewhere no checkpoint is written."""
+        self._reachable = reachable
+
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """See :meth:`Job.note_loss`."""
+        if (pricing := self._start.checkpoints.pricing) is not None:
+            pricing.loss(self._position.boundaries, loss)
+
+    def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any]) -> None:
+        if self._reachable:
+            self._start.checkpoints.at_boundary(boundary, parts, self._publisher)
+
+
 class Publishing:
+    """Publishes step boundaries, and drops what no replacement needs any more."""
+
     def __init__(
         self,
         position: BoundaryPosition,
-        parts: StateParts,
+        state: BoundaryState,
         trained: Trained,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
@@ -27,9 +66,9 @@ class Publishing:
         replicas: Replicas,
         checkpoints: Checkpointing,
     ) -> None:
-        self._position, self._parts, self._trained, self._runtime = position, parts, trained, runtime
+        self._position, self._state, self._trained, self._runtime = position, state, trained, runtime
         self._publisher, self._survivor_groups, self._replicas = publisher, survivor_groups, replicas
-        self._checkpoints, self._made_groups = checkpoints, MadeGroups(runtime)
+        self._checkpoints = checkpoints
 
     def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
         """As :meth:`publish`, under the publisher's lock: no replacement is given a state from the middle of it."""
@@ -44,11 +83,7 @@ class Publishing:
             self._trained.shard.reshard()
         # First make room: drop what nobody needs any more.
         self._publisher.drop_before(self._settled())
-        parts = self._parts.capture() | self._trained.capture()
-        parts["swift.groups_made"] = self._made_groups.capture()
-        parts["swift.place"] = self._runtime.place.capture()
-        if grads is not None:
-            parts["swift.gradients"] = grads
+        parts = self._state.capture(grads)
         boundary = self._boundary(kind)
         values = parts.get(UNOPTIMIZED)
         refers = (

@@ -17,6 +17,7 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.faults import inject
+from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
@@ -273,6 +274,19 @@ class Trained:
             "swift.eligible": self._buckets.eligible,
             "swift.images": updates.keeps_images,
         }
+
+    def load(self, place: Restored) -> None:
+        """Take over the replicated state of ``place``, and what was agreed on before it."""
+        self.updates.load(place.boundary.version, place.description, place.tensors, owned=place.owned)
+        self._buckets.settle(place.records, place.boundary)
+
+    def restore(self, parts: Mapping[str, Any], boundary: int, *, again: bool) -> None:
+        """Put back what :meth:`capture` has returned at step boundary ``boundary``. ``again``: all workers were started
+        again, perhaps with another script.
+        """
+        self._buckets.eligible = parts.get("swift.eligible", 0)
+        images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
+        self.updates.resume(boundary, images=images, outside=outside, again=again)
 
     def at_boundary(self, index: int, stable: int) -> None:
         """A step boundary was published; every rank has published ``stable``."""

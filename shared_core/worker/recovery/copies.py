@@ -172,8 +172,13 @@ class StateCopies:
     """
 
     def __init__(self, context: Context, updates: Updates, replicas: Callable[[], Sequence[int]]) -> None:
-        self._env, self._runtime, self._store = context.env, context.runtime, context.store
-        self._events, self._updates, self._replicas = context.events, updates, replicas
+        self._updates, self._replicas = updates, replicas
+        self.begin(context)
+
+    def begin(self, context: Context) -> None:
+        """Be those of the worker of ``context``; again in a forked copy of the process."""
+        self._env, self._runtime = context.env, context.runtime
+        self._store, self._events = context.store, context.events
         self._given: dict[int, _Given] = {}
         self._taking: Taking | None = None
         self._states: list[list[Any]] = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.faults import inject
 from shared_core.protocol.frontier import StepBoundary
@@ -21,9 +22,10 @@ from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving
-from shared_core.worker.recovery.rank_copy import pack
 from shared_core.worker.recovery.transfer import nbytes, receive, send
+from shared_core.worker.state.ddp_buckets import BUCKETS
 from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.records import from_plain, plain
 
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
@@ -177,7 +179,7 @@ class Exchange:
             if self._rank == donor:
                 received.nbytes += self._giving.give(inner, replacement, boundary)
                 if plan.copies:
-                    packed = pack(self._publisher, boundary.index, self._runtime.groups)
+                    packed = pack_rank(self._publisher, boundary.index, self._runtime.groups)
                     send(
                         inner,
                         inner.members.index(replacement),
@@ -216,3 +218,26 @@ class Exchange:
                 rows.append([name, seq, sig, len(results)])
                 tensors += results
         return rows, tensors
+
+
+def pack_rank(publisher: SharedMemoryPublisher, boundary: int, groups: Collection[str]) -> bytes:
+    """Rank-local state of one rank as another begins with it, which becomes its copy (``on_failure="reroute"``): what
+    it has published at a step boundary, and the newest of each record that it keeps for its replacements;
+    not results of operations of ``groups``, which are not for others.
+    """
+    newest = {
+        (key.kind, key.name): (key, value)
+        for key, value in publisher.records.read()
+        if key.kind != BUCKETS and key.kind not in groups
+    }
+    return dumps((publisher.read_boundary(boundary), plain(list(newest.values()))))
+
+
+def unpack_rank(publisher: SharedMemoryPublisher, packed: bytes) -> dict[str, Any]:
+    """Keep in the copy's publisher what the other has kept. Returns what it had published at the step boundary,
+    by name.
+    """
+    parts, kept = loads(packed)
+    for key, value in from_plain(kept):
+        publisher.records.add(key, value)
+    return parts  # type: ignore[no-any-return]

@@ -29,12 +29,16 @@ _Run = tuple[Count, Count, int, int, int, Count, int]
 
 class PlaceReports:
     def __init__(self, context: Context) -> None:
+        self.begin(context)
+
+    def begin(self, context: Context) -> None:
+        """Be those of the worker of ``context``; again in a forked copy of the process."""
         self._env, self._runtime, self._store = context.env, context.runtime, context.store
         self._told: dict[str, int] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the thread, where there are several machines."""
         if len(self._env.machines) > 1:
             at_end(self._finish)

@@ -44,13 +44,18 @@ class WorkerRecovery:
         copies: StateCopies,
         listener: RecoveryListener,
     ) -> None:
+        self.publisher, self._donor, self._copies, self._listener = publisher, donor, copies, listener
+        self.begin(context)
+
+    def begin(self, context: Context) -> None:
+        """Be that of the worker of ``context``; again in a forked copy of the process."""
         self.env, self.runtime, self.store, self.events = context.env, context.runtime, context.store, context.events
         self.lifecycle, self.fatal_actions = context.lifecycle, context.fatal_actions
-        self.publisher, self._listener = publisher, listener
+        publisher, donor, listener = self.publisher, self._donor, self._listener
         self.replacement = self.env.incarnation > 0
         self._prepared = False
         self._frontier_builder = FrontierBuilder(context, donor, listener)
-        self._exchange = Exchange(context, publisher, donor, copies)
+        self._exchange = Exchange(context, publisher, donor, self._copies)
         agreement = self._agreement = Agreement(context, self._frontier_builder)
         self.forming = Forming(context, publisher, agreement, self._exchange)
         self._admitting = Admitting(context, publisher, self._frontier_builder, self.forming)

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from shared_core.errors import DamagedRecord, GenerationAbandoned, ReplicaMismatch, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.protocol.codec import Count, damaged, decode
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.waiting import wait_for
 from shared_core.worker.recovery.forming import Comparison
@@ -51,8 +50,13 @@ class ReplicaSums:
 
 
 class Replicas:
-    def __init__(self, env: WorkerEnv, recovery: WorkerRecovery, updates: Updates) -> None:
-        self._env, self._recovery, self._updates = env, recovery, updates
+    def __init__(self, recovery: WorkerRecovery, updates: Updates) -> None:
+        self._recovery, self._updates = recovery, updates
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is compared yet; again in a forked copy of the process."""
+        self._env = self._recovery.env
         #: Comparisons that are made, and of which sums are being made.
         self._compared: Comparison | None = None
         self._summed: Comparison | None = None

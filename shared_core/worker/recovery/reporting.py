@@ -33,7 +33,7 @@ class RecoveryReporter:
         self._job_dir = env.job_dir
         #: What the agent is told once this worker trains; None where nobody waits for it.
         self._awaited: dict[str, Any] | None = None
-        self.begin_again(env)
+        self.begin(env)
         self._begun = False
         #: Step boundary that this worker began from, and the checkpoint, if it is one.
         self._line = (0, "")
@@ -45,8 +45,10 @@ class RecoveryReporter:
         self._listeners: list[Listener] = []
         self._stalled_since: float | None = None
 
-    def begin_again(self, env: WorkerEnv) -> None:
-        """Report for the worker that ``env`` describes; those that listen stay."""
+    def begin(self, env: WorkerEnv) -> None:
+        """Report for the worker that ``env`` describes; again in a forked copy of the process, where those that listen
+        stay.
+        """
         self._original = env.incarnation == 0
         self._first = env.rank == 0 and self._original
         self._awaited = {"rank": env.rank} if self._first and env.restart else None

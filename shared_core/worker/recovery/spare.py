@@ -25,14 +25,18 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 class Spare:
     """The part of a worker that is a hot standby, until it has a place; ``waits`` while it has none. In all others it
-    does nothing. The publications are those of its rank, which the living worker writes. ``forked``: it is a copy of
-    that one, and has not run the script itself.
+    does nothing. The publications are those of its rank, which the living worker writes.
     """
 
-    def __init__(
-        self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher, *, forked: bool = False
-    ) -> None:
-        self._env, self._store, self._publisher, self._forked = env, store, publisher, forked
+    def __init__(self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher) -> None:
+        self._store, self._publisher = store, publisher
+        self.begin(env, forked=False)
+
+    def begin(self, env: WorkerEnv, *, forked: bool) -> None:
+        """Be that of the worker that ``env`` describes. ``forked``: it is a copy of the worker whose place it may take,
+        and has not run the script itself.
+        """
+        self._env, self._forked = env, forked
         self.waits = env.spare
         #: Whether entry calls were finished, as far as this one has asked, and ends of calls that it has passed.
         self._finished: dict[int, bool] = {}

@@ -5,7 +5,7 @@ restart at a checkpoint, or at what was handed on when the number of workers cha
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,15 @@ from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.fatal_actions import EXIT_STALE
-from shared_core.worker.recovery.exchange import Received
-from shared_core.worker.recovery.rank_copy import unpack
+from shared_core.worker.recovery.context import Context
+from shared_core.worker.recovery.exchange import Received, unpack_rank
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.start import truncation
-from shared_core.worker.state.local_state import BoundaryPosition
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
+from shared_core.worker.state.orders import StateOrders
 from shared_core.worker.state.records import Records
 from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin
@@ -137,7 +138,7 @@ class FromReplica(StartPoint):
         self.updates.begin_install()
         received = self.survivor_groups.join_request(entry)
         assert received.boundary is not None and received.local is not None
-        parts = unpack(self.recovery.publisher, received.local.numpy().tobytes())
+        parts = unpack_rank(self.recovery.publisher, received.local.numpy().tobytes())
         self.recovery.publisher.forget_boundaries()
         state = received.description, received.tensors
         return Restored(received.boundary, parts, {}, [], *state, owned=True, added=True), received
@@ -343,3 +344,51 @@ class Arrival:
         self._start_point = StartPoint(self._recovery, self._updates)
         self._note(joining=False)
         return whence
+
+
+class WorkerStart:
+    """The start of one worker.
+
+    Args:
+        presses: whether the logs on disk need a checkpoint; asked in rank 0.
+
+    Attributes:
+        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is not.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        recovery: WorkerRecovery,
+        survivor_groups: SurvivorGroups,
+        updates: Updates,
+        parts: StateParts,
+        spare: Spare,
+        position: BoundaryPosition,
+        presses: Callable[[], bool],
+    ) -> None:
+        self._recovery, self._survivor_groups = recovery, survivor_groups
+        self._updates, self._parts, self._spare, self._position = updates, parts, spare, position
+        self._presses = presses
+        self.begin(context)
+
+    def begin(self, context: Context) -> None:
+        """Say where the checkpoints of the worker of ``context`` are made, and find the one from which it starts; again
+        in a forked copy of the process, and with options of checkpoints that the script has given.
+        """
+        self._context, config, recovery = context, context.env.config, self._recovery
+        checkpoints = self.checkpoints = Checkpoints(context, self._updates, self._presses)
+        if config.reroutes:
+            checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
+        if (pricing := checkpoints.pricing) is not None:
+            self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
+        self.start_point = Arrival(
+            context.env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare, self._position
+        )
+        self.orders: StateOrders | None = None
+        if config.resizes or (config.checkpoint.dir is not None and not config.reroutes):
+            self.orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
+
+    def use(self, env: WorkerEnv) -> None:
+        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
+        self.begin(replace(self._context, env=env))

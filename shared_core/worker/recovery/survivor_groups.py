@@ -70,8 +70,12 @@ class SurvivorGroups:
     """Forms survivor groups, and admits replacements. Used by the program's thread but for :meth:`await_absent`."""
 
     def __init__(self, recovery: WorkerRecovery, copies: StateCopies, position: BoundaryPosition) -> None:
-        self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
-        self._copies, self._position = copies, position
+        self._recovery, self._copies, self._position = recovery, copies, position
+        self.begin()
+
+    def begin(self) -> None:
+        """There is no survivor group yet; again in a forked copy of the process."""
+        self._runtime, self._env = self._recovery.runtime, self._recovery.env
         self._survivor_group: SurvivorGroup | None = None
         self._passed_over: set[str] = set()
         self._admits: Callable[[], None] | None = None

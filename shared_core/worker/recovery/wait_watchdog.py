@@ -41,7 +41,12 @@ class WaitWatchdog:
     """Watches the waits of one worker's program, on a thread of its own."""
 
     def __init__(self, recovery: WorkerRecovery) -> None:
-        self._recovery, self._env, self._runtime = recovery, recovery.env, recovery.runtime
+        self._recovery, self._runtime = recovery, recovery.runtime
+        self.begin()
+
+    def begin(self) -> None:
+        """Watch nothing yet; again in a forked copy of the process."""
+        recovery, self._env = self._recovery, self._recovery.env
         self._events, self._fatal_actions = recovery.events, recovery.fatal_actions
         self._limit_s = recovery.env.config.detection.wait_timeout_s
         self._clocks = time.monotonic(), time.process_time()
@@ -56,7 +61,7 @@ class WaitWatchdog:
         self.whereabouts = ""
         self._last: WaitStatus | None = None
 
-    def begin(self) -> None:
+    def watch(self) -> None:
         """Watch from now on; the default process group is about to be made."""
         at_end(self._finish)
         if self._env.incarnation:

@@ -64,7 +64,7 @@ def refuse(
     all that are trained; ``sharded`` are the ``fully_shard`` modules in them, or the engine.
     """
     if config.reroutes or config.resizes:
-        chosen = f"on_failure={config.on_failure!r}" if config.on_failure != "replace" else "resize.replace_timeout_s"
+        chosen = "resize.replace_timeout_s" if config.replaces else f"on_failure={config.on_failure!r}"
         raise Unsupported(
             f"{chosen} does not work with sharded models: use on_failure='replace' alone, or 'restart'. {_PAGE}"
         )
