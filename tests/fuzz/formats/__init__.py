@@ -7,8 +7,8 @@ from importlib import import_module
 from ..harness import Target
 
 FORMATS = (
-    "plain", "image", "checkpoints", "spool", "segments", "publisher", "wire", "neighbour", "requests", "events",
-    "plans", "records", "options", "lightning", "store",
+    "plain", "image", "checkpoints", "spool", "segments", "publisher", "neighbour", "requests", "events",
+    "plans", "options", "lightning", "store",
 )  # fmt: skip
 
 
