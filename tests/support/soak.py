@@ -41,13 +41,15 @@ from tests.support.plain import PlainLauncher
 from tests.support.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
 from tests.support.warm import WarmLauncher
 
-JOBS = Path(__file__).parent / "jobs"
+JOBS, SCRIPTS = Path(__file__).parent / "jobs", Path(__file__).parents[1] / "scripts"
 #: A run of the job takes some seconds; one that takes so long hangs.
 TIMEOUT_S = 90.0
 
 #: Models whose jobs train on any device.
 _ON_DEVICES = ("plain", "fsdp2", "hsdp")
 _REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
+#: Of sharded models: seven step boundaries each, the last one for the end, and an evaluation.
+_EPOCHS = ["--epochs", "3", "--evaluate"]
 #: More arguments of a model's job: steps that take so long that workers move in it, or that a machine fails in one.
 _WORDS = {
     "shared-3x2": ["--shared"],
@@ -59,15 +61,15 @@ _WORDS = {
 def _job(model: str, how: str) -> tuple[Path, list[str]]:
     """Script of a model and its arguments."""
     if model == "plain":
-        return JOBS / "plain_job.py", []
+        return SCRIPTS / "plain_ddp.py", ["--norm", "--steps", str(STEPS)]
     if model in OUTSIDE:
         return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
     if model in ZERO:
-        return JOBS / "zero_job.py", ["--stage", str(ZERO[model])]
+        return SCRIPTS / "zero.py", ["--stage", str(ZERO[model]), *_EPOCHS]
     if model in SHARDED:
-        return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
+        return SCRIPTS / "sharded.py", ["--replicas", str(SHARDED[model]), *_EPOCHS]
     if model in PIPELINES:
         rerouted = ["--rerouted", *_WORDS.get(model, ())] if model in REROUTED else []
         return JOBS / "pipeline_job.py", ["--stages", str(PIPELINES[model]), *rerouted]
