@@ -37,6 +37,16 @@ def frames(says: Sequence[Said], key: bytes | None = None, *, serves: bool = Fal
     return found
 
 
+@contextmanager
+def heard(data: bytes) -> Iterator[socket.socket]:
+    """A connection whose other side has sent this and no more; it takes what it is told."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        theirs.sendall(data[:_MOST])
+        theirs.shutdown(socket.SHUT_WR)
+        yield mine
+
+
 def answered(data: bytes, serve: Callable[[socket.socket], None]) -> bytes:
     """What ``serve`` says on a connection whose other side has sent this."""
     mine, theirs = socket.socketpair()
@@ -125,3 +135,13 @@ def changed(stream: bytes, how: bytes) -> bytes:
                 part += bytes([byte]) * length
         stream = before + part + after
     return stream
+
+
+def whole(pieces: Sequence[bytes], stream: bytes) -> int:
+    """How many frames of a stream arrive as they were sent, before the first that does not."""
+    at = 0
+    for count, piece in enumerate(pieces):
+        if stream[at : at + len(piece)] != piece:
+            return count
+        at += len(piece)
+    return len(pieces)
