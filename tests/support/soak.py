@@ -48,8 +48,6 @@ TIMEOUT_S = 90.0
 #: Models whose jobs train on any device.
 _ON_DEVICES = ("plain", "fsdp2", "hsdp")
 _REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
-#: Of sharded models: seven step boundaries each, the last one for the end, and an evaluation.
-_EPOCHS = ["--epochs", "3", "--evaluate"]
 #: More arguments of a model's job: steps that take so long that workers move in it, or that a machine fails in one.
 _WORDS = {
     "shared-3x2": ["--shared"],
@@ -67,9 +65,9 @@ def _job(model: str, how: str) -> tuple[Path, list[str]]:
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
     if model in ZERO:
-        return SCRIPTS / "zero.py", ["--stage", str(ZERO[model]), *_EPOCHS]
+        return SCRIPTS / "zero.py", ["--stage", str(ZERO[model]), "--epochs", "3", "--evaluate"]
     if model in SHARDED:
-        return SCRIPTS / "sharded.py", ["--replicas", str(SHARDED[model]), *_EPOCHS]
+        return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
     if model in PIPELINES:
         rerouted = ["--rerouted", *_WORDS.get(model, ())] if model in REROUTED else []
         return JOBS / "pipeline_job.py", ["--stages", str(PIPELINES[model]), *rerouted]
