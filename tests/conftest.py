@@ -54,11 +54,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark the cases of ``nightly.txt`` before those with the mark are left out; draw from those that are left."""
-    listed = {line for line in (HERE / "nightly.txt").read_text().splitlines() if not line.startswith("#")}
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.nightly)
+    """Draw from the nightly cases, if any are left."""
     yield
     if night := config.getoption("night"):
         kept = drawn(items, night)

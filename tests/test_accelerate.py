@@ -5,29 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs, few
 
-from shared_core.faults import ANY_STEP, Fault
+from shared_core.faults import Fault
 from tests.support.runner import compare
 
 #: Arguments of the script, faults. On two ranks an epoch has ten batches unless the arguments say otherwise.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
-    "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
     "second_epoch": ([], [Fault(0, 14, "update.during", "SIGKILL", nth=10)]),
-    "first_batch_of_an_epoch": ([], [Fault(1, 11, "forward", "SIGKILL")]),
-    "last_batch_of_an_epoch": ([], [Fault(0, 10, "update.after", "SIGKILL")]),
     "evaluation": ([], [Fault(1, 10, "collective.before", "SIGKILL", nth=7)]),
     "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
-    "replacement": ([], [Fault(0, 12, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
     "accumulate": (["--accumulate", "3"], [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 16, "bucket", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(1, 13, "bucket", "SIGKILL")]),
-    "bf16": (["--bf16"], [Fault(0, 12, "forward", "SIGKILL")]),
     "split_batches": (["--split-batches"], [Fault(1, 21, "bucket", "SIGSTOP")]),
     "dispatch_batches": (["--dispatch"], [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 16, "forward", "SIGKILL")]),
     "dispatch_the_rest": (["--dispatch", "--samples", "139"], [Fault(0, 18, "forward", "SIGKILL")]),
-    "dispatch_split": (["--dispatch", "--split-batches"], [Fault(0, 22, "bucket", "SIGKILL")]),
     "average": (["--average"], [Fault(0, 4, "update.after", "SIGKILL"), Fault(1, 14, "forward", "SIGKILL")]),
-    "average_evaluation": (["--average"], [Fault(1, 10, "collective.before", "SIGKILL", nth=7)]),
     "prepared_in_each_epoch": (
         ["--prepare-inside", "--epochs", "3"],
         [
@@ -37,46 +30,33 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         ],
     ),
     "numbered": (["--numbered"], [Fault(1, 2, "forward", "SIGKILL"), Fault(0, 17, "bucket", "SIGKILL")]),
-    "numbered_and_dispatched": (["--numbered", "--dispatch"], [Fault(0, 16, "bucket", "SIGKILL")]),
-    "prepared_and_dispatched": (["--prepare-inside", "--dispatch"], [Fault(0, 14, "bucket", "SIGKILL")]),
     "seedable_sampler": (["--seedable"], [Fault(0, 15, "bucket", "SIGKILL")]),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    most(
-        CASES,
-        "first_batch_of_an_epoch",
-        "last_batch_of_an_epoch",
-        "split_batches",
-        "dispatch_the_rest",
-        "replacement",
-        "dispatch_split",
-        "workers",
-        "seedable_sampler",
-        "numbered_and_dispatched",
-        "prepared_and_dispatched",
-        "dispatch_batches",
-        "average_evaluation",
-    ),
+    few(CASES, "numbered"),
 )
 def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     jobs.check("acc.py", faults=faults, args=args)
 
 
+@pytest.mark.nightly
 def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run("acc.py")
     compare(result, jobs.reference("acc.py"))
     assert "the loop at" not in result.stderr, result.tail()  # enumerate() continues at its place
 
 
+@pytest.mark.nightly
 def test_the_handler_alone_survives_failures_in_the_first_epoch_and_warns(jobs: Jobs) -> None:
     result = jobs.check("acc.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
     assert result.stderr.count("for epoch in plugin.epochs(n)") == 1, result.tail()
 
 
+@pytest.mark.nightly
 def test_later_failures_then_go_back_to_the_checkpoint_and_name_the_plugin(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     result = jobs.run("acc.py", faults=[Fault(1, 14, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
@@ -85,16 +65,15 @@ def test_later_failures_then_go_back_to_the_checkpoint_and_name_the_plugin(jobs:
 
 
 TEXT: dict[str, tuple[list[str], list[Fault]]] = {
-    "between_optimizers": ([], [Fault(1, 3, "update.after", "SIGKILL")]),
     "second_update": ([], [Fault(0, 12, "update.before", "SIGKILL", nth=2)]),
     "main_process_logging": ([], [Fault(0, 5, "collective.before", "SIGKILL", nth=3)]),
     "saving": ([], [Fault(0, 10, "collective.before", "SIGKILL", nth=4)]),
-    "evaluation": ([], [Fault(0, 16, "collective.before", "SIGKILL", nth=4)]),
     "resumed": (["--resume"], [Fault(0, 4, "bucket", "SIGKILL"), Fault(1, 13, "forward", "SIGKILL")]),
 }
 
 
-@pytest.mark.parametrize("name", most(TEXT, "second_update", "evaluation", "between_optimizers"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TEXT)
 def test_a_language_model_its_trackers_and_checkpoints(name: str, jobs: Jobs) -> None:
     args, faults = TEXT[name]
     result = jobs.check("acc_text.py", faults=faults, args=args)
@@ -122,9 +101,6 @@ def test_workers_that_would_train_apart_are_refused(script: str, arg: str, said:
 
 #: On two ranks an epoch has nine micro-batches.
 TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
-    "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
-    "second_epoch": ([], [Fault(0, 14, "update.before", "SIGKILL")]),
-    "first_step_of_an_epoch": ([], [Fault(0, 10, "forward", "SIGKILL")]),
     "saving": ([], [Fault(0, 8, "update.after", "os._exit"), Fault(1, 16, "forward", "SIGKILL")]),
     "average": (["--average"], [Fault(1, 4, "update.after", "SIGKILL"), Fault(0, 13, "bucket", "SIGKILL")]),
     "accumulate": (["--accumulate", "2"], [Fault(1, 3, "forward", "SIGKILL", nth=2), Fault(0, 9, "bucket", "SIGKILL")]),
@@ -135,10 +111,6 @@ TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
     "stream": (
         ["--stream", "dealt", "--steps", "22"],
         [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 9, "collective.before", "SIGKILL", nth=9)],
-    ),
-    "stream_divided": (
-        ["--stream", "divided", "--steps", "22"],
-        [Fault(0, 9, "collective.before", "SIGKILL", nth=9), Fault(1, 13, "bucket", "SIGKILL")],
     ),
     "own": (["--own"], [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 14, "bucket", "SIGKILL")]),
     "best_model": (
@@ -151,21 +123,14 @@ TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    most(
-        TRAINER,
-        "first_step_of_an_epoch",
-        "saving",
-        "first_epoch",
-        "second_epoch",
-        "stream_divided",
-        "persistent_workers",
-    ),
+    few(TRAINER, "own"),
 )
 def test_the_trainer_of_transformers(name: str, jobs: Jobs) -> None:
     args, faults = TRAINER[name]
     jobs.check("hf_trainer.py", faults=faults, args=args)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_resumes_from_its_own_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     jobs.run("hf_trainer.py", launcher="plain", args=["--files", str(tmp_path), "--steps", "7"])
     faults = [

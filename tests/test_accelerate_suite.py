@@ -30,6 +30,7 @@ def test_what_passes_stock_passes_with_the_plugin(module: str) -> None:
     assert ours.passed, ours.why
 
 
+@pytest.mark.nightly
 def test_copies_of_an_accelerator_can_be_made_while_it_trains(jobs: Jobs) -> None:
     """They are made in the failed worker's place, too, and change nothing."""
     jobs.check("acc_copies.py", faults=[Fault(1, 4, "bucket", "SIGKILL")])

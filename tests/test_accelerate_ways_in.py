@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import armed, most
+from harness import armed
 
 from shared_core.faults import Fault
 
@@ -85,9 +85,8 @@ WAYS: dict[str, tuple[tuple[str, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", most(WAYS, "accelerate_launch", "accelerate_launch_with_a_file", "accelerate_launch_through_torchrun")
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
 def test_a_failed_worker_is_replaced(way: str, tmp_path: Path) -> None:
     command, options, args = WAYS[way]
     begin = armed(Fault(1, 11, "bucket", "SIGKILL"))
@@ -100,6 +99,7 @@ def test_a_failed_worker_is_replaced(way: str, tmp_path: Path) -> None:
     assert "; 1 worker failed" in result.stderr
 
 
+@pytest.mark.nightly
 def test_one_process_is_told_that_nothing_is_recovered(tmp_path: Path) -> None:
     result = start(tmp_path, "train.py")
     assert result.returncode == 0, result.stderr
@@ -129,6 +129,7 @@ def test_plain_torchrun_trains_and_says_so_once(tmp_path: Path) -> None:
     assert result.stderr.count("survivors cannot be kept alive") == 1, result.stderr
 
 
+@pytest.mark.nightly
 def test_a_flag_turns_it_off(tmp_path: Path) -> None:
     command = ("-m", "shared_core.cli.swiftrun", "--nproc-per-node", "2", "train.py")
     result = start(tmp_path, *command, env={"SWIFT_RECOVERY": "0"})
@@ -144,6 +145,7 @@ def test_no_device_is_explained(tmp_path: Path) -> None:
     assert "pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true" in result.stderr
 
 
+@pytest.mark.nightly
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
     result = start(tmp_path, "train.py", options="on_failur='restart'")
     assert result.returncode == 1

@@ -6,12 +6,10 @@ import importlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -20,15 +18,12 @@ from benchmarks import (
     overhead,
     pipeline_overhead,
     pipeline_recovery,
-    plot,
     recovery,
-    recovery_curves,
     recovery_traces,
     reroute,
-    scale,
     total_time,
 )
-from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
+from benchmarks.common import WORKERS, Row, at_least, at_most, finish, table
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
 from tests.support.namespaces import unavailable
@@ -56,41 +51,7 @@ def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert finish(rows[:1], None) == 0
 
 
-def test_curves_are_drawn_from_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    points = [point for point in recovery_curves.POINTS if point.curve in (recovery_curves.PLACE, recovery_curves.SIZE)]
-    loss = recovery_curves.Failure(0.125, 0.1, 0.01)
-    measured = {("swift", point): loss for point in points} | {("torchrun", points[0]): replace(loss, stall_s=6.0)}
-    rows = recovery_curves.rows_of(measured) + [
-        at_most(f"{size} simulated workers", scale.AGREED, took, "s", 1.0) for size, took in ((8, 0.02), (1000, 0.5))
-    ]
-    finish(rows, tmp_path / "rows.json")
-    assert plot.main([str(tmp_path / "rows.json"), "--to", str(tmp_path)]) == 0
-    words = {
-        name: [text.text for text in ElementTree.parse(tmp_path / name).iter() if text.tag.endswith("text")]
-        for name in ("stall_curves.svg", "agreement.svg")
-    }
-    stalls, agreed = words["stall_curves.svg"], words["agreement.svg"]
-    assert stalls.count("stall, s") == 2, "one panel for each quantity with rows, the easiest point alone has none"
-    assert {"place in the epoch", "size of the model", "torchrun, checkpoint every 20 steps"} <= set(stalls)
-    assert stalls.count("0.12") == len(points) and {"20", "10,000", "1", "50"} <= set(stalls)
-    assert {"time, s", "8", "1,000", "0.5"} <= set(agreed)
-    finish(rows[:3], tmp_path / "one.json")
-    with pytest.raises(SystemExit):
-        plot.main([str(tmp_path / "one.json"), "--to", str(tmp_path)])
-    assert "no rows of recovery_curves or scale" in capsys.readouterr().err
-
-
-def test_messages_cross_a_socket() -> None:
-    left, right = socket.socketpair()
-    one, other = Line(left), Line(right)
-    one.send({"run": 3})
-    assert other.receive() == {"run": 3}
-    one.close()
-    with pytest.raises(EOFError):
-        other.receive()
-    other.close()
-
-
+@pytest.mark.nightly
 def test_every_benchmark_has_the_common_options() -> None:
     modules = ("overhead", "recovery", "pipeline_overhead", "pipeline_recovery", "planner", "traces", "total_time")
     names = (*modules, "startup", "reroute", "reroute_ddp", "checkpoint_policy", "checkpoint_stall", "record_curves")
@@ -116,21 +77,6 @@ def write_traces(folder: Path, steps: dict[int, list[tuple[int, float]]], discar
     traces = recovery_traces.Traces(folder)
     traces.refresh()
     return traces
-
-
-def test_a_trace_is_read_as_it_grows(tmp_path: Path) -> None:
-    traces = recovery_traces.Traces(tmp_path)
-    traces.refresh()
-    assert traces.furthest() == 0
-    path = tmp_path / "trace2.jsonl"
-    path.write_text('{"kind": "step", "step": 1, "time": 5.0, "pid": 9}\n{"kind": "st')
-    traces.refresh()
-    assert [line["step"] for line in traces.steps(2)] == [1]
-    with path.open("a") as file:
-        file.write('ep", "step": 2, "time": 6.0, "pid": 9}\n')
-    traces.refresh()
-    assert [line["step"] for line in traces.steps(2)] == [1, 2]
-    assert traces.furthest() == 2 and traces.furthest(before=5.5) == 1 and traces.steps(2, after=5.5)[0]["step"] == 2
 
 
 def test_a_stall_is_the_gap_that_begins_near_the_kill(tmp_path: Path) -> None:
@@ -212,7 +158,7 @@ def test_a_sharded_model_is_compared_with_as_many_parameters() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["swift, FSDP2, 10 M", "async_save"])
+@pytest.mark.parametrize("name", ["swift, FSDP2, 10 M"])
 def test_a_short_real_run_with_a_sharded_model(name: str, tmp_path: Path) -> None:
     small = replace(system(name), model=(4, 64), every=5 if system(name).every else 0)
     outcome = recovery.run(small, 2, tmp_path, random.Random(3))
@@ -271,14 +217,6 @@ def test_a_short_real_run_of_overhead_with_a_sharded_model() -> None:
     assert published is not None and published > 12 * 9.9 / WORKERS  # parameters and two moments of a shard
 
 
-def test_stages_that_replay_in_one_line() -> None:
-    alone = pipeline_recovery.Case(4, 1, "replay", ())
-    assert [alone.replays_together(lost) for lost in ((0,), (1, 2), (0, 2), (0, 1, 3))] == [1, 2, 1, 2]
-    grouped = pipeline_recovery.Case(4, 1, "replay", (), groups="0-1,2-3")
-    assert [grouped.replays_together(lost) for lost in ((0,), (3,), (1, 2))] == [2, 2, 4]
-    assert pipeline_recovery.Case(4, 2, "replica", ()).ranks((1, 2), 0) == [2, 5]
-
-
 def test_delay_and_micro_batches_made_again(tmp_path: Path) -> None:
     """A step takes 1 s. Killed at 2.5: step 3 ends at 5.0 instead of 3.0, and what follows is as late."""
     steps = [{"kind": "step", "step": step, "time": at} for step, at in ((1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0))]
@@ -310,13 +248,6 @@ def test_a_short_real_run_of_pipeline_overhead() -> None:
     ratio = next(row for row in rows if row.unit == "ratio")
     assert ratio.target == 1.03 and ratio.value is not None and 0.2 < ratio.value < 5
     assert next(row for row in rows if row.metric.startswith("logged in a step")).value == 0
-
-
-def test_failures_of_a_training_are_spread_over_it() -> None:
-    assert total_time.failures_of(700, 3, 1) == total_time.failures_of(700, 3, 1) != total_time.failures_of(700, 3, 2)
-    for seed in range(20):
-        one, two, three = total_time.failures_of(630, 3, seed)
-        assert 20 <= one < 220 <= two < 420 <= three < 620
 
 
 def test_what_traces_tell_of_a_training(tmp_path: Path) -> None:
@@ -353,6 +284,7 @@ def test_a_short_real_run_of_total_time(name: str, tmp_path: Path) -> None:
     assert named["final loss - without failures"] == 0 and sum(row["holds"] is True for row in rows) == 3
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_job_is_told_with_its_log(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit('this job is broken')\n")

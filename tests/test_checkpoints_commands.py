@@ -77,6 +77,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
+@pytest.mark.nightly
 def test_a_changed_argument_leaves_the_first_command_s_checkpoints_alone(
     jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,14 +116,13 @@ def test_both_continue_with_their_own_and_start_from_scratch_once_they_have_ende
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("way", ["a step", "the folder", "the run"])
-def test_resume_from_adopts(jobs: Jobs, folder: Path, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_from_adopts(jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The result is that of the run that made the checkpoint, in its length; started again it
     continues with its own.
     """
     _, newest = stopped(jobs, folder, A, 20)
     path = saved(folder)[-1].checkpoint.path
-    told = f"--resume-from={ {'a step': path, 'the folder': folder, 'the run': path.parent}[way] }"
+    told = f"--resume-from={path.parent}"
     adopted, own = stopped(jobs, folder, B, newest + 20, told)
     assert continued_from(adopted) == {newest} and not said(adopted)
     assert adopted.stderr.count(f"begins with step {newest} at {path}, of '{SCRIPT} --norm --steps 240'") == 1

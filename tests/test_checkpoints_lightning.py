@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpointed import committed, continued_from, finished, running
-from harness import Jobs, most
+from harness import Jobs
 
 from tests.support.runner import JobResult, compare
 
@@ -19,9 +19,7 @@ def reference(jobs: Jobs, folder: Path, *args: str) -> JobResult:
     return jobs.run(SCRIPT, args=[f"--files={folder / 'stock'}", *args], launcher="plain")
 
 
-def killed_and_continued(
-    jobs: Jobs, folder: Path, args: Sequence[str], stop: int, newest: int, between: Sequence[str] = ()
-) -> JobResult:
+def killed_and_continued(jobs: Jobs, folder: Path, args: Sequence[str], stop: int, newest: int) -> JobResult:
     """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again.
 
     Args:
@@ -30,47 +28,25 @@ def killed_and_continued(
         args: of the script.
         stop: the batch.
         newest: step boundary of the checkpoint.
-        between: arguments of another command, which comes to its end before that, with checkpoints in the same folder.
     """
     full = [f"--files={folder / 'files'}", f"--checkpoints={folder / 'ours'}", *args]
     with running(jobs, SCRIPT, full, env={"STOP_AT": str(stop)}) as job:
         job.until(lambda: job.boundaries() > stop and newest in committed(folder / "ours"))
         job.kill()
         job.end()
-    if between:
-        others = [f"--files={folder / 'others'}", f"--checkpoints={folder / 'ours'}", *between]
-        with running(jobs, SCRIPT, others) as job:
-            other = finished(job)
-        said = [line for line in other.stderr.splitlines() if f"holds step {newest} of another command" in line]
-        assert len(said) == 1 and said[0].endswith("starts from scratch; --resume-from adopts it"), other.tail()
-        assert not continued_from(other)
     with running(jobs, SCRIPT, full) as job:
         result = finished(job)
     assert continued_from(result) == {newest}, result.tail()
     return result
 
 
-@pytest.mark.parametrize(
-    "where",
-    most(
-        ["middle of an epoch", "end of an epoch", "last batch of an epoch"],
-        "middle of an epoch",
-        "last batch of an epoch",
-    ),
-)
-def test_the_same_command_continues(jobs: Jobs, tmp_path: Path, where: str) -> None:
-    every = {"middle of an epoch": 28, "end of an epoch": 21, "last batch of an epoch": 20}[where]
-    durable = ["--durable=asynchronous"] if every == 21 else []
-    result = killed_and_continued(jobs, tmp_path, [f"--every={every}", *durable], 33, 33 // every * every)
+@pytest.mark.nightly
+def test_the_same_command_continues(jobs: Jobs, tmp_path: Path) -> None:
+    """From a checkpoint at the end of an epoch."""
+    result = killed_and_continued(jobs, tmp_path, ["--every=21", "--durable=asynchronous"], 33, 21)
     stock = reference(jobs, tmp_path)
     assert result.reports[0]["extra"]["files"] == stock.reports[0]["extra"]["files"]
     compare(result, stock)
-
-
-@pytest.mark.nightly
-def test_another_command_in_the_same_folder_touches_nothing(jobs: Jobs, tmp_path: Path) -> None:
-    result = killed_and_continued(jobs, tmp_path, ["--every=28"], 33, 28, between=["--every=14"])
-    compare(result, reference(jobs, tmp_path))
 
 
 @pytest.mark.nightly

@@ -83,6 +83,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.nightly
 def test_each_kind_of_damage_to_the_newest_is_said_and_that_to_all_ends_the_job(jobs: Jobs, tmp_path: Path) -> None:
     """By turns, on copies of the same two checkpoints."""
     folder = tmp_path / "checkpoints"

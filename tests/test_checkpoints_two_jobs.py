@@ -39,11 +39,10 @@ def beside(out: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes
         job.wait()
 
 
-@pytest.mark.parametrize("kind", ["a folder", "a url"])
-def test_the_second_is_refused_and_continues_once_the_first_is_gone(kind: str, jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_the_second_is_refused_and_continues_once_the_first_is_gone(jobs: Jobs, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    where = str(folder) if kind == "a folder" else f"local://{folder}"
-    env = options(folder, 5) | {"SWIFT_RECOVERY_CHECKPOINT_DIR": where}
+    env = options(folder, 5)
     scratch = env | {"SWIFT_RECOVERY_CHECKPOINT_RESUME": "never"}
 
     def runs() -> list[str]:

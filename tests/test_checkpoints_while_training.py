@@ -87,6 +87,7 @@ def test_every_checkpoint_is_the_state_of_its_step_boundary(
     assert check(result, tmp_path) == boundaries, result.tail()
 
 
+@pytest.mark.nightly
 def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> None:
     args = ["--steps", "6", "--width", "64"]
     env = options(tmp_path, every=1, checkpoint_keep=ALL, checkpoint_background=False)
@@ -96,6 +97,7 @@ def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> Non
     assert [event.fields["boundary"] for event in result.kinds("checkpoint")] == settled(6)
 
 
+@pytest.mark.nightly
 def test_a_full_device_stops_nobody(jobs: Jobs, small_device: Path) -> None:
     result = jobs.run(SCRIPT, args=ARGS, env=options(small_device, every=2))
     compare(result, jobs.reference(SCRIPT, args=ARGS))
@@ -103,6 +105,7 @@ def test_a_full_device_stops_nobody(jobs: Jobs, small_device: Path) -> None:
     assert len(result.told("no room")) == 1, result.tail()
 
 
+@pytest.mark.nightly
 def test_a_folder_that_cannot_be_made_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:
     result = jobs.run(SCRIPT, args=ARGS, env=options(NOWHERE, every=2))
     compare(result, jobs.reference(SCRIPT, args=ARGS))

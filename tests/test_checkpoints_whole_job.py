@@ -42,17 +42,13 @@ def kill_and_continue(jobs: Jobs, folder: Path, seed: int) -> None:
     assert min(ran) == max(passed - 1, 0), (passed, min(ran))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_killed_at_a_random_moment_it_continues_where_it_was(jobs: Jobs, tmp_path: Path, seed: int) -> None:
-    kill_and_continue(jobs, tmp_path / "checkpoints", seed)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_killed_at_many_random_moments(jobs: Jobs, tmp_path: Path, seed: int) -> None:
     kill_and_continue(jobs, tmp_path / "checkpoints", seed)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_replacement_makes_checkpoints_of_the_run_that_the_others_continued_with(
     jobs: Jobs, tmp_path: Path, rank: int
@@ -84,6 +80,7 @@ def test_a_run_that_has_ended_well_is_not_continued(jobs: Jobs, tmp_path: Path) 
         compare(result, jobs.reference(SCRIPT, args=args))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "to_all"),
     [

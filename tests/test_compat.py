@@ -13,6 +13,7 @@ from pathlib import Path
 import import_graph
 import pytest
 import torch
+from harness import most
 
 from shared_core.errors import Unsupported
 from shared_core.pipeline.compat import choosing
@@ -41,7 +42,7 @@ def parts_of(framework: str) -> set[str]:
     return {part for place in places for part in place.replace(":", ".").split(".")}
 
 
-@pytest.mark.parametrize("framework", TABLES)
+@pytest.mark.parametrize("framework", most(TABLES, "lightning"))
 def test_private_names_are_what_they_were(framework: str) -> None:
     """All in one test: each takes microseconds, and a new version of a framework changes several."""
     if framework == "deepspeed":  # others are needed by most tests
@@ -78,6 +79,7 @@ def test_another_version_is_refused_or_told(
     assert said in console if said else not console
 
 
+@pytest.mark.nightly
 def test_a_job_with_a_torch_that_is_too_old_ends_before_training(tmp_path: Path) -> None:
     script = "import torch; torch.__version__ = '2.10.0'; import shared_core; shared_core.install(); print('trains')"
     (tmp_path / "script.py").write_text(script)

@@ -11,7 +11,6 @@ from harness import Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.worker.state.compiled import differs
-from tests.support.runner import compare
 
 #: In the middle of a backward; and the replacement's peer before the next.
 FAULTS = [Fault(1, 6, "bucket", "SIGKILL"), Fault(0, 7, "forward", "SIGKILL")]
@@ -28,7 +27,7 @@ COMPILED: dict[str, list[str]] = {
     **{
         f"{where}-{backend}": ["--where", where, "--backend", backend]
         for where in PLACES
-        for backend in ("inductor", "aot_eager", "eager")
+        for backend in ("inductor", "aot_eager")
     },
     "outer-norm": ["--where", "outer", "--norm"],
     "outer-accumulate": ["--where", "outer", "--accumulate", "2"],
@@ -37,18 +36,15 @@ COMPILED: dict[str, list[str]] = {
     **{
         f"sharded-{where}-{backend}": ["--shard", "--where", where, "--backend", backend]
         for where in ("outer", "inner")
-        for backend in ("inductor", "aot_eager")
+        for backend in ("inductor",)
     },
 }
 STATIC: dict[str, list[str]] = {
-    "plain": [],
     "unused": ["--unused"],
     "find_unused": ["--unused", "--find"],
     "twice": ["--twice"],
     "again": ["--again", "--unused"],
     "accumulate": ["--accumulate", "2", "--unused"],
-    "view": ["--view", "--unused"],
-    "norm": ["--norm"],
 }
 
 
@@ -61,18 +57,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("name", few(COMPILED, "outer-aot_eager", "outer-accumulate"))
+@pytest.mark.parametrize("name", few(COMPILED, "outer-aot_eager"))
 def test_a_compiled_model(name: str, jobs: Jobs) -> None:
     faults = FAULTS if "sharded" not in name else [Fault(1, 6, "forward", "SIGKILL")]
     jobs.check("compiled.py", args=COMPILED[name], faults=faults, timeout_s=TIMEOUT_S)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", COMPILED)
-def test_without_a_failure_nothing_differs(name: str, jobs: Jobs) -> None:
-    args = COMPILED[name]
-    result = jobs.run("compiled.py", args=args, timeout_s=TIMEOUT_S)
-    compare(result, jobs.reference("compiled.py", args=args, timeout_s=TIMEOUT_S))
 
 
 @pytest.mark.parametrize("name", few(STATIC, "again"))
@@ -87,7 +75,6 @@ def test_a_static_graph(name: str, when: str, jobs: Jobs) -> None:
     ("script", "args"),
     [
         ("acc.py", ["--samples", "144", "--compile", "aot_eager"]),
-        ("acc.py", ["--samples", "144", "--compile", "inductor"]),
         ("acc.py", ["--static"]),
         ("hf_trainer.py", ["--compile", "aot_eager"]),
     ],

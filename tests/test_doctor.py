@@ -32,6 +32,7 @@ def test_this_machine_can_and_what_is_there_is_said() -> None:
     assert all(each["remedy"] for each in found.values() if each["verdict"] == "bad")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("at_most", "verdict", "status"), [(64, "bad", 1), (512, "warning", 0)])
 def test_a_limit_that_is_too_low_has_a_remedy(at_most: int, verdict: str, status: int) -> None:
     found, said = doctor(limits=f"ulimit -S -n {at_most} && ")

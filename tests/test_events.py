@@ -85,14 +85,6 @@ def test_every_event_of_a_log_has_the_id_of_its_run(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "old.jsonl")) == [Event("end", 1.5)]
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    EventLog(path).emit("start")
-    with path.open("a") as file:
-        file.write('{"kind":"failed","ti')
-    assert [event.kind for event in read_events(path)] == ["start"]
-
-
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     code = (

@@ -60,7 +60,7 @@ def ends(result: JobResult, workers: int = 2) -> list[str]:
     return fingerprints + sorted(re.findall(r"(?:accuracy|validation loss|'eval_loss':) '?[\d.]+", result.stdout))
 
 
-@pytest.mark.parametrize("name", few(EXAMPLES, "lightning_minimal", "torch_ddp", "nanogpt_loop"))
+@pytest.mark.parametrize("name", few(EXAMPLES, "torch_ddp"))
 def test_an_example_loses_workers(name: str, jobs: Jobs) -> None:
     args, faults = EXAMPLES[name]
     script = str(FOLDER / f"{name}.py")

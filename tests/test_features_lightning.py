@@ -3,82 +3,51 @@
 from __future__ import annotations
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs, few
 
-from shared_core.faults import ANY_STEP, Fault
+from shared_core.faults import Fault
 from tests.support.runner import check_survivors, compare, unconfirmed
 
 #: Feature, faults. An epoch has six batches on two ranks unless the feature says otherwise.
 CASES: dict[str, tuple[str, list[Fault]]] = {
-    "epochs": ("epochs", [Fault(1, 8, "forward", "SIGKILL")]),
-    "epochs_rank_0": ("epochs", [Fault(0, 13, "bucket", "SIGKILL")]),
-    "first_batch_of_an_epoch": ("epochs", [Fault(1, 7, "step_boundary", "os._exit")]),
     "last_batch_of_an_epoch": ("epochs", [Fault(0, 6, "update.after", "SIGKILL")]),
-    "first_batch": ("epochs", [Fault(1, 1, "forward", "SIGKILL")]),
     "startup": ("epochs", [Fault(1, 0, "startup", "SIGKILL")]),
-    "replacement": ("epochs", [Fault(0, 8, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
-    "workers": ("workers", [Fault(1, 3, "bucket", "SIGKILL")]),
     "persistent_workers": ("persistent_workers", [Fault(0, 6, "collective.before", "SIGKILL")]),
     "uneven": ("uneven", [Fault(0, 5, "update.before", "segfault")]),
     "accumulate": ("accumulate", [Fault(1, 5, "forward", "os._exit")]),
-    "accumulate_last": ("accumulate", [Fault(0, 7, "bucket", "SIGKILL")]),
     "clip_norm": ("clip_norm", [Fault(0, 4, "clip", "SIGKILL")]),
-    "clip_value": ("clip_value", [Fault(1, 4, "clip", "exception")]),
     "bf16": ("bf16", [Fault(1, 5, "update.during", "SIGKILL", nth=5)]),
-    "scheduler_step": ("scheduler_step", [Fault(0, 5, "update.after", "SIGTERM")]),
-    "scheduler_epoch": ("scheduler_epoch", [Fault(1, 7, "step_boundary", "SIGKILL")]),
     "scheduler_plateau": ("scheduler_plateau", [Fault(0, 9, "forward", "SIGKILL")]),
     "validation": ("validation", [Fault(1, 3, "validation", "SIGKILL")]),
-    "validation_rank_0": ("validation", [Fault(0, 6, "validation", "os._exit")]),
     "checkpoint": ("checkpoint", [Fault(0, 5, "forward", "SIGKILL")]),
-    "checkpoint_validation": ("checkpoint", [Fault(0, 12, "validation", "SIGKILL")]),
     "early_stopping": ("early_stopping", [Fault(1, 8, "collective.after", "SIGKILL")]),
     "batchnorm": ("batchnorm", [Fault(0, 4, "forward", "SIGKILL")]),
-    "batchnorm_bucket": ("batchnorm", [Fault(1, 4, "bucket", "SIGKILL")]),
     "metrics": ("metrics", [Fault(1, 6, "update.after", "SIGKILL")]),
-    "metrics_rank_0": ("metrics", [Fault(0, 4, "collective.before", "SIGKILL")]),
-    "dropout": ("dropout", [Fault(0, 4, "collective.before", "SIGKILL")]),
     "augment": ("augment", [Fault(1, 8, "bucket", "SIGSTOP")]),
     "manual_others_have_made_the_update": ("manual", [Fault(1, 9, "update.before", "SIGKILL")]),
-    "gan_between_optimizers": ("gan", [Fault(1, 4, "update.after", "SIGKILL")]),
-    "gan_second_update": ("gan", [Fault(0, 9, "update.before", "SIGKILL", nth=2)]),
     "gan_in_the_second_update": ("gan", [Fault(1, 5, "update.during", "SIGKILL", nth=45)]),
-    "first_fit_of_two": ("fit_test_fit", [Fault(1, 4, "bucket", "SIGKILL")]),
     "second_fit": ("fit_test_fit", [Fault(0, 15, "bucket", "SIGKILL")]),
-    # Failed at the beginning of the second, third and fourth call.
-    "between_calls_1": ("calls", [Fault(1, 0, "entry", "SIGKILL", nth=2)]),
     "between_calls_2": ("calls", [Fault(0, 12, "entry", "SIGKILL")]),
-    "between_calls_3": ("calls", [Fault(1, 12, "entry", "SIGKILL", nth=2)]),
-    "validate_fit": ("validate_fit", [Fault(0, 3, "bucket", "SIGKILL")]),
     "iterable": ("iterable", [Fault(1, 4, "forward", "SIGKILL")]),
-    "two_failures": ("all", [Fault(0, 3, "update.during", "SIGKILL", nth=7), Fault(1, 8, "forward", "os._exit")]),
     "no_sampler": ("no_sampler", [Fault(1, 5, "forward", "SIGKILL")]),
     "unused": ("unused", [Fault(0, 6, "bucket", "SIGKILL")]),
     "by_hand": ("by_hand", [Fault(1, 4, "update.after", "SIGKILL"), Fault(0, 9, "collective.before", "exception")]),
-    "by_hand_first_batch": ("by_hand", [Fault(0, 1, "update.after", "SIGKILL")]),
     "weight_averaging_update": ("weight_averaging", [Fault(1, 4, "update.after", "SIGKILL")]),
-    "weight_averaging_forward": ("weight_averaging", [Fault(0, 5, "forward", "SIGKILL")]),
     "weight_averaging_exchanged": ("weight_averaging", [Fault(1, 6, "validation", "SIGKILL")]),
-    "weight_averaging_first": ("weight_averaging", [Fault(0, 1, "update.after", "SIGKILL")]),
-    "weight_averaging_second_call": ("weight_averaging", [Fault(1, 12, "entry", "SIGKILL")]),
-    "weight_averaging_validate": ("weight_averaging", [Fault(1, 12, "validation", "SIGKILL", nth=5)]),
     "ema_update": ("ema", [Fault(1, 4, "update.after", "SIGKILL")]),
-    "ema_bucket": ("ema", [Fault(0, 6, "bucket", "SIGKILL")]),
-    # Epochs have four batches: averaged from the second one on, and the fifth makes statistics only.
-    "swa_before": ("swa", [Fault(1, 4, "update.after", "SIGKILL")]),
-    "swa_begins": ("swa", [Fault(0, 5, "forward", "SIGKILL")]),
     "swa_averages": ("swa", [Fault(1, 10, "bucket", "SIGKILL")]),
     "swa_transfers": ("swa", [Fault(0, 16, "update.after", "SIGKILL")]),
     "swa_statistics": ("swa", [Fault(1, 18, "forward", "SIGKILL")]),
-    "swa_statistics_end": ("swa", [Fault(0, 20, "validation", "SIGKILL")]),
     "own_scheduler": ("own_scheduler", [Fault(1, 8, "forward", "SIGKILL")]),
     "own_logger": ("own_logger", [Fault(0, 5, "update.after", "SIGKILL")]),
     # Files of this window are there, and the update that ends it has been made.
     "saves_between_updates": ("saves_between_updates", [Fault(0, 6, "update.after", "SIGKILL")]),
     "lambda_callback": ("lambda", [Fault(1, 8, "forward", "SIGKILL")]),
     # The file of the configuration is there when a replacement of rank 0 begins, or skips a call.
-    "command_line": ("command_line", [Fault(0, 4, "forward", "SIGKILL")]),
-    "command_line_second_call": ("command_line", [Fault(0, 15, "forward", "SIGKILL")]),
+    "command_line": (
+        "command_line",
+        [Fault(0, 4, "forward", "SIGKILL"), Fault(0, 15, "forward", "SIGKILL", incarnation=1)],
+    ),
     "held_models": ("held", [Fault(1, 8, "forward", "SIGKILL")]),
     "prepared_data": ("prepared", [Fault(0, 3, "bucket", "SIGKILL")]),
     # Failed when a file of the end has been written.
@@ -86,49 +55,11 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "resume": ("resume", [Fault(1, 14, "forward", "SIGKILL")]),
 }
 
-#: Much like others.
-RARE = (
-    "weight_averaging_forward",
-    "by_hand_first_batch",
-    "weight_averaging_first",
-    "weight_averaging_second_call",
-    "weight_averaging_validate",
-    "ema_bucket",
-    "swa_before",
-    "swa_begins",
-    "swa_averages",
-    "swa_statistics_end",
-    "between_calls_1",
-    "between_calls_3",
-    "first_fit_of_two",
-    "validate_fit",
-    "accumulate_last",
-    "checkpoint_validation",
-    "validation_rank_0",
-    "gan_in_the_second_update",
-    "first_batch",
-    "scheduler_epoch",
-    "scheduler_step",
-    "clip_value",
-    "no_sampler",
-    "epochs_rank_0",
-    "dropout",
-    "two_failures",
-    "metrics_rank_0",
-    "batchnorm_bucket",
-    "gan_second_update",
-    "unused",
-    "iterable",
-    "persistent_workers",
-    "clip_norm",
-    "gan_between_optimizers",
-    "second_fit",
-    "batchnorm",
-    "resume",
+
+@pytest.mark.parametrize(
+    "name",
+    few(CASES, "own_scheduler", "own_logger", "saves_between_updates", "lambda_callback", "command_line"),
 )
-
-
-@pytest.mark.parametrize("name", most(CASES, *RARE))
 def test_feature_with_a_failure(name: str, jobs: Jobs) -> None:
     feature, faults = CASES[name]
     result = jobs.check("lit.py", faults=faults, args=["--feature", feature])
@@ -144,6 +75,7 @@ def test_a_failure_after_a_call_that_raised_restarts_all(jobs: Jobs) -> None:
     assert "had ended with an exception" in result.kinds("restart")[0].fields["reason"], result.tail()
 
 
+@pytest.mark.nightly
 def test_a_replacement_leaves_out_the_start_banner(jobs: Jobs) -> None:
     """And says what comes after it has taken its place."""
     args = ["--feature", "epochs"]
@@ -155,6 +87,7 @@ def test_a_replacement_leaves_out_the_start_banner(jobs: Jobs) -> None:
         assert failed.stderr.count(said) == plain.stderr.count(said) > 0, f"{said}\n{failed.tail()}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["callback", "env"])
 def test_other_ways_in(how: str, jobs: Jobs) -> None:
     env = {"SWIFT_RECOVERY": "1"} if how == "env" else {}
@@ -167,24 +100,15 @@ def test_other_ways_in(how: str, jobs: Jobs) -> None:
     check_survivors(result, reference)
 
 
-@pytest.mark.parametrize("feature", ["augment", "workers"])
-def test_seeded_data(feature: str, jobs: Jobs) -> None:
+@pytest.mark.nightly
+def test_seeded_data(jobs: Jobs) -> None:
     """An item's randomness is then another, so the reference is the same strategy without a failure."""
-    args = ["--feature", feature, "--how", "seeded"]
+    args = ["--feature", "augment", "--how", "seeded"]
     reference = jobs.run("lit.py", args=args)
     result = jobs.run("lit.py", faults=[Fault(1, 6, "forward", "SIGKILL")], args=args)
     compare(result, reference)
     assert not unconfirmed(result), result.tail()
     check_survivors(result, reference)
-
-
-@pytest.mark.nightly
-def test_seeded_data_without_random_items_is_the_stock_run(jobs: Jobs) -> None:
-    reference = jobs.reference("lit.py", args=["--feature", "dropout"])
-    result = jobs.run(
-        "lit.py", faults=[Fault(0, 5, "forward", "SIGKILL")], args=["--feature", "dropout", "--how", "seeded"]
-    )
-    compare(result, reference)
 
 
 @pytest.mark.nightly
@@ -198,6 +122,7 @@ def test_without_a_failure_the_run_is_the_stock_run(jobs: Jobs) -> None:
     compare(jobs.run("lit.py", args=args), jobs.reference("lit.py", args=args))
 
 
+@pytest.mark.nightly
 def test_a_static_graph_is_learned_again(jobs: Jobs) -> None:
     faults = [Fault(1, 3, "bucket", "SIGKILL"), Fault(0, 8, "update.after", "SIGKILL")]
     jobs.check("lit.py", args=["--feature", "static_graph"], faults=faults)

@@ -16,10 +16,8 @@ ARGS = ["--feature", "loggers"]
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(0, 3, "forward", "SIGKILL"),
-        Fault(0, 6, "validation", "SIGKILL"),
+        pytest.param(Fault(0, 6, "validation", "SIGKILL"), marks=pytest.mark.nightly),
         Fault(0, 9, "update.after", "os._exit"),
-        Fault(1, 9, "bucket", "SIGKILL"),
     ],
     ids=str,
 )
@@ -33,6 +31,7 @@ def test_logs_and_checkpoints_are_those_of_the_run_without_a_failure(fault: Faul
     assert result.reports[0]["extra"]["checkpoints"] == reference.reports[0]["extra"]["checkpoints"]
 
 
+@pytest.mark.nightly
 def test_a_second_trainer_logs_in_a_version_of_its_own(jobs: Jobs) -> None:
     args = ["--feature", "two_trainers"]
     faults = [Fault(0, 4, "forward", "SIGKILL"), Fault(0, 17, "forward", "SIGKILL", incarnation=1)]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs, few
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import ANY_STEP, Fault
@@ -51,13 +51,15 @@ def replacements(result: JobResult) -> list[tuple[int, str]]:
 
 
 def test_rank_0_fails_early_and_again(jobs: Jobs) -> None:
-    """The script's start runs once in each rank: the copy of a copy is there for the second failure."""
+    """The script's start runs once in each rank: the copy of a copy is there for the second failure, with processes of
+    loaders of its own.
+    """
     faults = [
         Fault(0, 2, "bucket", "SIGKILL"),
         Fault(0, 6, "bucket", "SIGKILL", incarnation=1),
         Fault(1, 9, "forward", "SIGKILL"),
     ]
-    result = run(jobs, "loop.py", faults, {2: (2, 0), 5: (3, 0)})
+    result = run(jobs, "loop.py", faults, {2: (2, 0), 5: (3, 0)}, args=["--workers", "2"])
     assert replacements(result) == [(0, "forked"), (0, "forked"), (1, "forked")], result.tail()
     assert len(result.workers) == 2, result.tail()
 
@@ -72,18 +74,15 @@ def test_the_standby_itself_fails(jobs: Jobs) -> None:
 
 #: Script, its arguments, faults.
 SCRIPTS: dict[str, tuple[str, list[str], list[Fault]]] = {
-    "loader_workers": ("loop.py", ["--workers", "2"], [Fault(0, 3, "forward", "SIGKILL")]),
-    "second_loop": ("loop.py", ["--second"], [Fault(0, 30, "bucket", "SIGKILL")]),
     "no_epochs": ("loop.py", ["--no-epochs", "--epochs", "1"], [Fault(0, 4, "bucket", "SIGKILL")]),
     "log_file": ("loop.py", ["--log", "w"], [Fault(0, 4, "bucket", "SIGKILL")]),
     "groups": ("groups_in_a_loop.py", ["left"], [Fault(0, 8, "collective.before", "SIGKILL")]),
     "lightning": ("lit.py", ["--feature", "all"], [Fault(0, 6, "bucket", "SIGKILL"), Fault(1, 9, "bucket", "SIGKILL")]),
-    "fabric": ("fabric.py", [], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 18, "forward", "SIGKILL")]),
     "accelerate": ("acc.py", [], [Fault(0, 14, "bucket", "SIGKILL")]),
 }
 
 
-@pytest.mark.parametrize("name", most(SCRIPTS, *SCRIPTS.keys() - {"lightning", "loader_workers"}))
+@pytest.mark.parametrize("name", few(SCRIPTS, "loader_workers", "lightning"))
 def test_scripts(name: str, jobs: Jobs) -> None:
     script, args, faults = SCRIPTS[name]
     result = run(jobs, script, faults, {2: (2, 0)}, args=args)

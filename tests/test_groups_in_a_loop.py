@@ -16,8 +16,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("how", ["left", "destroyed", "kept"])
-@pytest.mark.parametrize("where", FAULTS)
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        ("between", "kept"),
+        pytest.param("before", "destroyed", marks=pytest.mark.nightly),
+        pytest.param("boundary", "left", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_worker_is_replaced(how: str, where: str, jobs: Jobs) -> None:
     jobs.check("groups_in_a_loop.py", nproc=3, args=[how], faults=[FAULTS[where]])
 

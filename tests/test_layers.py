@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs
+from harness import Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.worker.state.layers import LAYERS_OFF
@@ -22,7 +22,7 @@ CASES: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("part", CASES)
+@pytest.mark.parametrize("part", few(CASES, "buffers"))
 def test_what_changes_is_put_back(part: str, jobs: Jobs) -> None:
     jobs.check("layers.py", args=[part], faults=CASES[part])
 
@@ -39,8 +39,8 @@ def test_without_it_a_replacement_ends_otherwise(jobs: Jobs) -> None:
     ("part", "reason"),
     [
         ("pruned", "the model was changed after attach(): in the failed worker parameter 0.weight was removed"),
-        ("head", "layer 3 was replaced"),
-        ("list", "Odd keeps 'norms' as list"),
+        pytest.param("head", "layer 3 was replaced", marks=pytest.mark.nightly),
+        pytest.param("list", "Odd keeps 'norms' as list", marks=pytest.mark.nightly),
     ],
 )
 def test_what_cannot_be_put_back_is_refused_by_name(part: str, reason: str, jobs: Jobs) -> None:
@@ -52,19 +52,15 @@ def test_what_cannot_be_put_back_is_refused_by_name(part: str, reason: str, jobs
     assert "Traceback" not in result.stderr, result.stderr
 
 
-def test_a_failure_in_a_later_loop_restarts_all(jobs: Jobs) -> None:
-    """What the loops before have made is not there: a replacement would write models that nobody has trained."""
-    result = jobs.run("layers.py", args=["folds"], faults=[Fault(0, 32, "forward", "SIGKILL")])
-    compare(result, jobs.reference("layers.py", args=["folds"]))
-    [restart] = result.kinds("restart")
-    assert "the failed worker was in loop number 2 of this script" in restart.fields["reason"], restart
-
-
-def test_a_later_loop_has_no_checkpoints(jobs: Jobs, tmp_path: Path) -> None:
-    """All start again from one of the first loop."""
+def test_a_failure_in_a_later_loop_restarts_all(jobs: Jobs, tmp_path: Path) -> None:
+    """What the loops before have made is not there: a replacement would write models that nobody has trained. All start
+    again from a checkpoint of the first loop; later ones have none.
+    """
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
     result = jobs.run("layers.py", args=["folds"], faults=[Fault(0, 32, "forward", "SIGKILL")], env=env)
     compare(result, jobs.reference("layers.py", args=["folds"]))
+    [restart] = result.kinds("restart")
+    assert "the failed worker was in loop number 2 of this script" in restart.fields["reason"], restart
     assert result.told("no checkpoints from here on: a worker that resumes here"), result.tail()
 
 

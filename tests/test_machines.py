@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +65,17 @@ def site(jobs: Jobs) -> Iterator[Site]:
         yield running
 
 
-FAULTS: dict[str, list[Fault]] = {
-    "none": [],
-    "on_the_store's_machine": [Fault(0, 4, "bucket", "SIGKILL")],
-    "on_another_machine": [Fault(3, 4, "bucket", "SIGKILL")],
-    "on_both_at_once": [Fault(1, 4, "bucket", "SIGKILL"), Fault(2, 4, "bucket", "SIGKILL")],
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS])
-def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jobs) -> None:
-    args = ["--norm"]
-    cluster = site.start(site.machines[:2], args, faults=FAULTS[name])
+@pytest.mark.nightly
+def test_workers_are_replaced_by_their_own_machines(site: Site, jobs: Jobs) -> None:
+    args, faults = ["--norm"], [Fault(1, 4, "bucket", "SIGKILL"), Fault(2, 4, "bucket", "SIGKILL")]
+    cluster = site.start(site.machines[:2], args, faults=faults)
     result, statuses = site.check(cluster, args)
     assert statuses == [0, 0]
     assert not unconfirmed(result), result.tail()
     check_survivors(result, jobs.reference(SCRIPT, nproc=4, args=args))
 
 
+@pytest.mark.nightly
 def test_a_spare_machine_takes_the_place_of_a_failed_one(site: Site) -> None:
     cluster = site.start(site.machines, LONG)
     cluster.until(lambda: cluster.boundaries(2) >= 20)
@@ -113,6 +106,7 @@ def test_a_replacement_on_another_machine_that_cuts_off_a_log_says_so(site: Site
     assert sorted(map(int, said)) == sorted(replacements) and {2, 3} <= set(replacements), result.tail()
 
 
+@pytest.mark.nightly
 def test_with_c10d_the_failure_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
     """Started again, it continues from its checkpoint."""
     (tmp_path / "swift.json").write_text(
@@ -269,6 +263,7 @@ def test_with_etcd_the_failure_of_any_machine_is_survived(which: str, jobs: Jobs
         assert max(restarts) == (0 if which == "other" else 1), result.tail()
 
 
+@pytest.mark.nightly
 @needs_etcd
 def test_etcd_starts_again_and_a_machine_fails(jobs: Jobs, tmp_path: Path) -> None:
     """Neither ends the job or sends it back."""
@@ -327,41 +322,6 @@ def test_a_machine_that_was_cut_off_stops_and_comes_back(site: Site) -> None:
     assert "takes over ranks 2 and 3" in cluster.said(cut) and not result.kinds("restart"), result.tail()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("time", range(5))
-@pytest.mark.parametrize(
-    "test",
-    [
-        test_a_spare_machine_takes_the_place_of_a_failed_one,
-        test_a_machine_that_was_cut_off_stops_and_comes_back,
-        test_without_a_spare_machine_the_job_waits_for_one_that_comes_back,
-        test_a_frozen_agent_loses_its_place,
-    ],
-)
-def test_again(test: Callable[[Site], None], time: int, site: Site) -> None:
-    test(site)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("time", range(5))
-def test_two_machines_at_once_again(time: int, jobs: Jobs) -> None:
-    test_two_machines_at_once(jobs)
-
-
-@pytest.mark.nightly
-@needs_etcd
-@pytest.mark.parametrize("time", range(5))
-@pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
-def test_with_etcd_again(which: str, time: int, jobs: Jobs, tmp_path: Path) -> None:
-    test_with_etcd_the_failure_of_any_machine_is_survived(which, jobs, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("time", range(5))
-def test_with_c10d_again(time: int, site: Site, tmp_path: Path) -> None:
-    test_with_c10d_the_failure_of_the_store_s_machine_ends_the_job(site, tmp_path)
-
-
 def check_exact(cluster: Cluster, worlds: set[int]) -> JobResult:
     """All ranks have the same state at the end, which has seen each sample once an epoch."""
     result, _ = cluster.finish()
@@ -373,6 +333,7 @@ def check_exact(cluster: Cluster, worlds: set[int]) -> JobResult:
     return result
 
 
+@pytest.mark.nightly
 def test_fewer_machines_continue_and_more_are_admitted(site: Site) -> None:
     """One is cut off: the other continues alone, until the first is there again."""
     cluster = site.start(site.machines[:2], ["--epochs", "8", "--until", "4"], "resize.py", nnodes="1:2")
@@ -387,7 +348,6 @@ def test_fewer_machines_continue_and_more_are_admitted(site: Site) -> None:
 FEWER: dict[str, tuple[str, list[int], set[int]]] = {
     # machines, those that fail, numbers of workers
     "one_of_three": ("2:3", [2], {4}),
-    "one_of_three_beside_the_store": ("2:3", [1], {4}),
     # the memory that held the failed ranks' publications is lost as well: all start again
     "two_at_once": ("1:3", [1, 2], {2}),
 }
@@ -428,9 +388,3 @@ def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
     site.machines[1].heal()
     result = check_exact(cluster, {4})
     assert not result.kinds("resize")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("time", range(5))
-def test_fewer_machines_again(time: int, site: Site) -> None:
-    test_fewer_machines_continue_and_more_are_admitted(site)

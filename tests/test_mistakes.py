@@ -70,7 +70,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("way", few(APART, "zero", "experts"))
+@pytest.mark.parametrize("way", few(APART, "zero"))
 def test_what_ranks_train_apart_is_refused_without_a_failure(way: str, jobs: Jobs) -> None:
     result = jobs.run("apart.py", args=[way])
     assert result.status == 1, result.tail()
@@ -78,6 +78,7 @@ def test_what_ranks_train_apart_is_refused_without_a_failure(way: str, jobs: Job
     assert re.search(APART[way], line), result.tail()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["registered", "wrapped"])
 def test_what_is_registered_or_wrapped_is_not_refused(way: str, jobs: Jobs) -> None:
     faults = [Fault(1, 3, "update.before", "SIGKILL"), Fault(0, 5, "bucket", "SIGKILL")]
@@ -102,6 +103,7 @@ def test_torchrun_is_told_once_that_survivors_cannot_be_kept_alive(jobs: Jobs) -
     assert "survivors" in warnings[0] and "torchrun" in warnings[0]
 
 
+@pytest.mark.nightly
 def test_plain_python_is_told_once_how_to_start() -> None:
     code = "import shared_core; shared_core.install(); shared_core.install()"
     said = "[swift] one process: nothing to recover from; start with swiftrun --nproc-per-node N SCRIPT\n"

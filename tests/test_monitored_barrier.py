@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness import Jobs
+from harness import Jobs, few
 
 from tests.support.runner import JobResult
 
@@ -21,7 +21,7 @@ OTHERS = "Rank 3 successfully reached monitoredBarrier, but received errors whil
 _SAID = re.compile(r"Ranks? [\d, ]+ (?:failed|successfully)[^.]*?(?=$|\n|\.)")
 
 
-@pytest.mark.parametrize("who", MISSING)
+@pytest.mark.parametrize("who", few(MISSING, "nobody"))
 def test_it_names_the_missing_rank_as_plain_gloo_does(who: str, jobs: Jobs) -> None:
     args, expected = MISSING[who]
     for result in (jobs.reference("monitored.py", nproc=4, args=args), jobs.run("monitored.py", nproc=4, args=args)):

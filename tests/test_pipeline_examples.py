@@ -12,8 +12,6 @@ from shared_core.faults import Fault
 from tests.support.runner import ROOT, JobResult, unconfirmed
 
 POINTS = "load forward backward send_activation recv_activation send_grad recv_grad reduce step".split()
-#: Instructions that a stage of four does not have.
-LACKS = {0: {"recv_activation", "send_grad"}, 1: {"load"}, 2: {"load"}, 3: {"send_activation", "recv_grad"}}
 
 
 def fingerprints(result: JobResult) -> list[str]:
@@ -43,24 +41,11 @@ def test_under_accelerate(stages: int, jobs: Jobs, tmp_path: Path) -> None:
     check(jobs, "accelerate", stages, faults, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stages", [4, pytest.param(2, marks=pytest.mark.nightly)])
 def test_under_lightning(stages: int, jobs: Jobs, tmp_path: Path) -> None:
     faults = [Fault(1, 2, "pipe.forward", "SIGKILL", nth=3), Fault(3, 7, "update.during", "SIGKILL", nth=3)]
     check(jobs, "lightning", stages, faults, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
-@pytest.mark.parametrize("rank", range(4))
-def test_any_stage_at_any_instruction(framework: str, rank: int, jobs: Jobs, tmp_path: Path) -> None:
-    """One instruction after the other, each in a run of its own, first without replicas and then with."""
-    for stages in (4, 2):
-        stage = rank if stages == 4 else 3 * (rank // 2)
-        for number, point in enumerate(each for each in POINTS if each not in LACKS[stage]):
-            fault = Fault(rank, 2 if number % 2 else 4, f"pipe.{point}", "SIGKILL")
-            folder = tmp_path / f"{stages}-{point}"
-            check(jobs, framework, stages, [fault], folder)
 
 
 @pytest.mark.nightly

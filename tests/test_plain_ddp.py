@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs, few
 
 from shared_core.faults import ANY_STEP, Fault
 from tests.support.runner import compare
@@ -11,7 +11,6 @@ from tests.support.runner import compare
 NORM = ["--norm"]
 
 CASES: dict[str, list[Fault]] = {
-    "rank_0_in_forward": [Fault(0, 3, "forward", "SIGKILL")],
     "in_the_first_batch": [Fault(1, 1, "bucket", "SIGKILL")],
     "between_buckets": [Fault(1, 4, "bucket", "SIGKILL", nth=2)],
     "after_a_collective": [Fault(2, 4, "collective.after", "os._exit", nth=2)],
@@ -20,7 +19,6 @@ CASES: dict[str, list[Fault]] = {
     "after_the_update": [Fault(1, 5, "update.after", "SIGTERM")],
     "stopped": [Fault(2, 3, "collective.before", "SIGSTOP")],
     "exception": [Fault(2, 3, "step_boundary", "exception")],
-    "two_at_once": [Fault(0, 4, "bucket", "SIGKILL"), Fault(3, 4, "bucket", "SIGKILL")],
     "all_but_one": [Fault(rank, 4, "collective.before", "SIGKILL") for rank in (0, 1, 2)],
     "the_replacement": [Fault(1, 4, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
     "a_survivor_in_the_recovery": [
@@ -46,7 +44,7 @@ IN_PLACE: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, "in_the_update"))
 def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", nproc=4, faults=CASES[name], args=NORM)
 
@@ -58,14 +56,14 @@ def test_without_standbys_a_fresh_process_takes_the_place(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    most(["view", "hook", "builtin", "accumulate", "metric", "double", "zeros"], "view", "hook", "builtin", "double"),
+    few(["view", "hook", "builtin", "accumulate", "metric", "double", "zeros"], "metric"),
 )
 def test_ways_of_gradients(way: str, jobs: Jobs) -> None:
     """Whatever DDP puts into its buckets: a bucket that cannot be computed again is copied."""
     jobs.check("plain_ddp.py", nproc=3, faults=IN_PLACE["of_three"], args=["--way", way])
 
 
-@pytest.mark.parametrize("optimizer", most(["SGD", "Adam", "RMSprop", "Adagrad", "Adamax"], "RMSprop", "Adagrad"))
+@pytest.mark.parametrize("optimizer", few(["Adam", "Adagrad"], "Adam"))
 def test_optimizers(optimizer: str, jobs: Jobs) -> None:
     args = ["--optimizer", optimizer, "--steps", "6"]
     jobs.check("plain_ddp.py", faults=[Fault(1, 4, "update.during", "SIGKILL", nth=3)], args=args)
@@ -77,15 +75,14 @@ def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     assert not result.kinds("failed")
 
 
+@pytest.mark.nightly
 def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
     """Reference workers are forked from one process to save imports; that changes no bit."""
     plain = jobs.reference("plain_ddp.py", args=NORM)
     compare(plain, jobs.reference("plain_ddp.py", args=NORM, launcher="torchrun"))
 
 
-@pytest.mark.parametrize(
-    "name", most(IN_PLACE, "of_three", "it_stops_and_others_are_a_boundary_ahead", "the_replacement_in_the_same_batch")
-)
+@pytest.mark.parametrize("name", few(IN_PLACE, "reductions_are_cut_off"))
 def test_buckets_that_are_the_log(name: str, jobs: Jobs) -> None:
     result = jobs.check("plain_ddp.py", nproc=4, faults=IN_PLACE[name])
     assert result.kinds("failed")

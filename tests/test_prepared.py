@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import ANY_STEP, Fault
@@ -72,6 +72,7 @@ def _check_output(result: JobResult) -> None:
         assert len(shown) == first + len(replacements), result.tail()
 
 
+@pytest.mark.nightly
 def test_one_rank_fails_twice(jobs: Jobs) -> None:
     """After the first standby has served, another is prepared for the same rank."""
     faults = [KILLED, Fault(1, 8, "bucket", "SIGKILL", incarnation=1)]
@@ -111,16 +112,15 @@ def test_a_slow_start_is_prepared_for_by_itself(jobs: Jobs) -> None:
 
 #: Script, workers, its arguments, fault in the rank that has a standby, forward pass before which that is prepared.
 SCRIPTS: dict[str, tuple[str, int, list[str], Fault, int]] = {
-    "loop": ("loop.py", 2, [], Fault(1, 9, "bucket", "SIGKILL"), 8),
     "accelerate": ("acc.py", 2, [], Fault(1, 14, "bucket", "SIGKILL"), 13),
     "lightning": ("lit.py", 2, ["--feature", "all"], Fault(1, 6, "bucket", "SIGKILL"), 5),
     "transformers": ("hf_trainer.py", 2, [], Fault(1, 6, "bucket", "SIGKILL"), 5),
     "pipeline": ("pipe.py", 4, PIPELINE, Fault(3, 4, "pipe.backward", "SIGKILL"), 6),
-    "zero": ("zero.py", 2, ["--stage", "3"], Fault(1, 5, "forward", "SIGKILL"), 4),
 }
 
 
-@pytest.mark.parametrize("name", most(SCRIPTS, *SCRIPTS.keys() - {"loop", "lightning"}))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_frameworks(name: str, jobs: Jobs) -> None:
     script, nproc, args, fault, waits = SCRIPTS[name]
     assert run(jobs, script, [fault], {waits: (1, 0)}, nproc=nproc, args=args) == [(fault.rank, "prepared")]

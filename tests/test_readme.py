@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from harness import Jobs, armed, most
+from harness import Jobs, armed
 
 from shared_core.faults import Fault
 from shared_core.faults.spec import dumps
@@ -72,7 +72,8 @@ def test_the_readme_shows_them() -> None:
     assert sorted(SCRIPTS) == ["train_accelerate.py", "train_fabric.py", "train_torch.py"]
 
 
-@pytest.mark.parametrize("name", most(SCRIPTS, "train_fabric.py"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     script = tmp_path / name
     # The README does not seed its generators, which two runs that are compared must.
@@ -92,6 +93,7 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     assert taken(tmp_path) == saved
 
 
+@pytest.mark.nightly
 def test_the_first_lines_of_the_readme(tmp_path: Path) -> None:
     """The change for Lightning, around a model of Lightning's own, started by ``python train.py``."""
     lines = re.findall(r"```diff\n(.*?)```", README, re.S)[0].splitlines()
@@ -122,7 +124,7 @@ def test_the_quick_start_of_the_readme(tmp_path: Path) -> None:
     script.parent.mkdir()
     script.write_text((ROOT / name).read_text().replace(first, first + armed(Fault(1, 5, "bucket", "SIGKILL")), 1))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_") and k != "OMP_NUM_THREADS"}
-    command = [sys.executable, name, "--windows", "160", "--epochs", "1"]
+    command = [sys.executable, name, "--windows", "64", "--epochs", "1"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110
     )

@@ -341,6 +341,7 @@ def test_damaged_records_that_can_be_passed_over_change_nothing(jobs: Jobs) -> N
     assert "Traceback" not in result.stderr, result.tail()
 
 
+@pytest.mark.nightly
 def test_a_damaged_plan_ends_the_job_with_a_line(jobs: Jobs) -> None:
     faults = [Fault(1, 6, "bucket", "SIGKILL")]
     result = jobs.run(HOSTILE, faults=faults, env={"HOSTILE": json.dumps({"gen/1/plan": '{"rank": 1}'})})

@@ -111,8 +111,8 @@ def check(jobs: Jobs, result: JobResult, *said: str, ballast: int = 1) -> None:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("full", ("events", "spill", "logs", "checkpoints")),
-        ("read-only", ("events", "spill", "checkpoints")),
+        pytest.param("full", ("events", "spill", "logs", "checkpoints"), marks=pytest.mark.nightly),
+        pytest.param("read-only", ("events", "spill", "checkpoints"), marks=pytest.mark.nightly),
         ("gone", ("events", "spill")),  # the folder of checkpoints is made again
     ],
 )
@@ -137,6 +137,7 @@ def test_the_memory_file_system_fills_up(jobs: Jobs) -> None:
     assert "--shm-size" in result.told(SAYS["memory"])[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shm", "said"),
     [

@@ -149,6 +149,7 @@ def ranks(out: str) -> list[str]:
 BOTH = ["rank 0 of 2", "rank 1 of 2"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script", [pytest.param(ACCELERATE, marks=pytest.mark.nightly), LIGHTNING], ids=["accelerate", "lightning"]
 )

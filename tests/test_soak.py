@@ -26,6 +26,7 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     assert any(fault.rank == 0 for plan in plans for fault in plan.faults)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_some_random_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

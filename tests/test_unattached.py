@@ -11,8 +11,7 @@ from shared_core.faults import Fault
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(1, 8, "step_boundary", "SIGKILL"),
-        Fault(0, 14, "collective.before", "SIGKILL", nth=2),
+        pytest.param(Fault(0, 14, "collective.before", "SIGKILL", nth=2), marks=pytest.mark.nightly),
         Fault(1, 1, "collective.after", "SIGKILL"),
     ],
     ids=str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs
+from harness import Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.worker.variables.variables import OFF
@@ -22,21 +22,20 @@ CASES: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("part", CASES)
+@pytest.mark.parametrize("part", few(CASES, "kinds"))
 def test_what_a_script_counts_is_put_back(part: str, jobs: Jobs) -> None:
     jobs.check("variables.py", args=[part], faults=CASES[part])
 
 
-@pytest.mark.parametrize("part", ["mean", "order"])
-def test_a_job_that_begins_again_has_them_from_its_checkpoint(part: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_job_that_begins_again_has_them_from_its_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     env["SWIFT_RECOVERY_ON_FAILURE"] = "restart"
-    result = jobs.run("variables.py", args=[part], faults=[Fault(1, 19, "bucket", "SIGKILL")], env=env)
-    compare(result, jobs.reference("variables.py", args=[part]))
+    result = jobs.run("variables.py", args=["mean"], faults=[Fault(1, 19, "bucket", "SIGKILL")], env=env)
+    compare(result, jobs.reference("variables.py", args=["mean"]))
     assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 
-@pytest.mark.parametrize("part", ["mean", "kinds", "order", "late"])
+@pytest.mark.parametrize("part", few(["kinds", "order"], "order"))
 def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):
@@ -52,6 +51,7 @@ def test_what_cannot_be_put_back_is_refused_by_name(jobs: Jobs) -> None:
     assert "`stream` (variables.py:" in reason and "job.ignore('stream')" in reason, reason
 
 
+@pytest.mark.nightly
 def test_what_is_ignored_is_not_compared(jobs: Jobs) -> None:
     """The control of the test above, and what ``job.ignore`` asks for."""
     result = jobs.run("variables.py", args=["ignored"], faults=[Fault(1, 17, "bucket", "SIGKILL")])
@@ -69,16 +69,15 @@ FRAMEWORKS: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", few(FRAMEWORKS, "accelerate"))
 def test_what_the_frameworks_scripts_hold_is_put_back(framework: str, jobs: Jobs) -> None:
     jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework])
 
 
-@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
-def test_without_the_capture_they_end_otherwise(framework: str, jobs: Jobs) -> None:
+def test_without_the_capture_they_end_otherwise(jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):
-        jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework], env={OFF: "1"})
+        jobs.check("variables_in.py", args=["accelerate"], faults=FRAMEWORKS["accelerate"], env={OFF: "1"})
 
 
 #: Where a worker fails: in the second epoch, of six batches.
@@ -88,9 +87,8 @@ CHANGED = [Fault(1, 9, "bucket", "SIGKILL")]
 @pytest.mark.parametrize(
     ("framework", "what", "name"),
     [
-        ("lightning", "weights", "training data 0: dataset.weights"),
         ("lightning", "order", "training data 0: sampler.order"),
-        ("transformers", "weights", "training data: dataset.weights"),
+        pytest.param("transformers", "weights", "training data: dataset.weights", marks=pytest.mark.nightly),
     ],
 )
 def test_what_a_script_changes_in_data_that_a_framework_reads_is_refused_by_name(
@@ -102,6 +100,7 @@ def test_what_a_script_changes_in_data_that_a_framework_reads_is_refused_by_name
     assert f"`{name}` has changed" in restart.fields["reason"], restart.fields["reason"]
 
 
+@pytest.mark.nightly
 def test_a_sampler_that_draws_by_what_a_trainer_holds_and_changes_is_refused_by_name(jobs: Jobs) -> None:
     result = jobs.run("data_changed.py", args=["transformers", "drawn"], faults=CHANGED)
     compare(result, jobs.reference("data_changed.py", args=["transformers", "drawn"]))
@@ -118,7 +117,7 @@ def test_a_sampler_whose_rest_the_script_changes_in_a_pass_is_refused_by_name(jo
     assert not jobs.check("data_changed.py", args=["plain", "nothing"], faults=CHANGED).kinds("restart")
 
 
-@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+@pytest.mark.parametrize("framework", few(["lightning", "transformers"], "lightning"))
 def test_numbers_in_it_and_what_reading_changes_are_put_back(framework: str, jobs: Jobs) -> None:
     """The data set keeps what it has read."""
     jobs.check("data_changed.py", args=[framework, "level"], faults=CHANGED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs
 
 from shared_core.faults import Fault
 from tests.support.runner import ROOT, JobResult
@@ -28,7 +28,8 @@ def _said(result: JobResult, words: str) -> list[str]:
     return [line for line in result.stderr.splitlines() if re.match(rf"\[swift\] {words}", line)]
 
 
-@pytest.mark.parametrize("how", most(ELSEWHERE, "message", "ends"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ELSEWHERE)
 def test_a_replacement_in_another_collective_ends_the_job(how: str, jobs: Jobs) -> None:
     """Its peers have a time-out of half an hour, which would be as good as a hang."""
     result = _run(jobs, how, wait_s=4)
@@ -50,6 +51,7 @@ def test_a_replacement_in_another_collective_ends_the_job(how: str, jobs: Jobs) 
     assert len(result.kinds("failed")) == 1
 
 
+@pytest.mark.nightly
 def test_who_is_late_is_named_once(jobs: Jobs) -> None:
     """Rank 0 computes until the others have said that they wait for it, and rank 1's replacement likewise."""
     result = _run(jobs, "slow", wait_s=6)

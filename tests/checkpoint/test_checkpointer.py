@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import until
 
 import shared_core
 from shared_core.checkpoint import lineage
@@ -78,6 +77,7 @@ def check(folder: Path, *launcher: str) -> None:
     assert verdicts[0].endswith(f" continues from step {continued(said)}")
 
 
+@pytest.mark.nightly
 def test_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     check(folder)
@@ -89,58 +89,6 @@ def test_one_process(tmp_path: Path) -> None:
     words = f"checkpointed.py {folder} young"
     left = f"{folder} holds step {step} of another command ({words})"
     assert said[0] == f"{left}; this run starts from scratch; resume_from adopts it"
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_each_command_continues_with_its_own_or_adopts(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    _, plain = run(folder, "none")
-    run(folder, "young", DIE="30")
-    run(folder, "fixed", DIE="50")
-    first, newest = following(folder, "young"), following(folder, "fixed")
-    _, adopted, said = told(folder, "daly", ADOPT=str(folder))  # the newest, which is of "fixed"
-    assert ends(adopted) == ends(plain) and said[0].endswith("checkpoints fixed'"), said
-    assert newest.endswith(f"from step {continued(said)}") and following(folder, "young") == first
-    for policy in ("young", "fixed"):
-        expected = following(folder, policy)
-        status, resumed, said = told(folder, policy)
-        assert status == 0 and ends(resumed) == ends(plain) and expected.endswith(f"from step {continued(said)}")
-        assert "starts from scratch: its last run has ended" in following(folder, policy)
-    status, again, said = told(folder, "young")
-    assert (
-        status == 0 and again[0][0] == 0 and "of this command, which has ended; this run starts from scratch" in said[0]
-    )
-
-
-@pytest.mark.nightly
-def test_two_commands_train_at_the_same_time(tmp_path: Path) -> None:
-    """The first stands still until the other has ended, with checkpoints of the same step boundaries."""
-    folder = tmp_path / "checkpoints"
-    _, plain = run(folder, "none")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(folder), "young"]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as first:
-        until(lambda: any(folder.glob("*/step-*/manifest.json")) or first.poll(), "a checkpoint")
-        first.send_signal(signal.SIGSTOP)
-        status, other, said = told(folder, "fixed")
-        first.send_signal(signal.SIGCONT)
-        out, _ = first.communicate()
-    assert status == first.returncode == 0 and ends(other) == ends(plain) and plain[0][1] in out
-    assert "of another command" in said[0]
-    found = lineage.contents(folder)
-    assert [len({each.run for each in found.saved if each.command == one}) for one in found.commands()] == [1, 1]
-
-
-@pytest.mark.nightly
-def test_told_to_end_while_storage_is_slow(tmp_path: Path) -> None:
-    status, _, said = told(tmp_path, "fixed", END="40", SLOW="1")
-    assert status == 128 + signal.SIGTERM
-    verdicts = [line for line in said if "last checkpoint" in line]
-    assert verdicts == said[-1:] and "was not written in time" in said[-1], said
-    assert said[-1].endswith(f"; {following(tmp_path, 'fixed')}")
-    status, _, again = told(tmp_path, "fixed")
-    assert status == 0 and said[-1].endswith(f" continues from step {continued(again)}")
 
 
 @pytest.mark.nightly
@@ -158,13 +106,6 @@ def test_pending_gradients_belong_to_no_checkpoint(tmp_path: Path) -> None:
     _, plain = run(tmp_path / "checkpoints", "none", ACCUMULATE="6")
     run(tmp_path / "checkpoints", "fixed", DIE="30", ACCUMULATE="6")
     status, resumed = run(tmp_path / "checkpoints", "fixed", ACCUMULATE="6")
-    assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
-
-
-def test_averages_and_changes_by_hand(tmp_path: Path) -> None:
-    _, plain = run(tmp_path / "checkpoints", "none", OUTSIDE="1")
-    run(tmp_path / "checkpoints", "fixed", DIE="30", OUTSIDE="1")
-    status, resumed = run(tmp_path / "checkpoints", "fixed", OUTSIDE="1")
     assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
 
 

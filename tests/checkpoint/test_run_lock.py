@@ -55,7 +55,7 @@ def url(kind: str, where: Path) -> str:
     return str(where) if kind == "a folder" else f"local://{where}"
 
 
-@pytest.fixture(params=["a folder", "a url"])
+@pytest.fixture(params=["a folder", pytest.param("a url", marks=pytest.mark.nightly)])
 def run(request: pytest.FixtureRequest, where: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(run_lock, "LEASE_S", 2.0)
     where.mkdir()

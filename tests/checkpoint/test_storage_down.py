@@ -23,6 +23,7 @@ def server(tmp_path: Path) -> Iterator[FtpServer]:
     made.close()
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_down_at_the_start_and_once_more_later(server: FtpServer, spool: Spool) -> None:
     """Two lines each time: it cannot be reached, and it works again."""
     with writing(spool) as writer:

@@ -232,6 +232,7 @@ def test_options_that_cannot_be_honoured(options: dict[str, str], words: str) ->
         backend("h", **options)
 
 
+@pytest.mark.nightly
 def test_a_wrong_endpoint_is_said_in_one_line(tmp_path: Path) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -31,6 +31,7 @@ def as_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [["script.py"], ["-X", "dev", "-m", "script"]], ids=["script", "module"])
 def test_script_arguments_and_flags_are_handed_over(tmp_path: Path, how: list[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -44,6 +45,7 @@ def test_script_arguments_and_flags_are_handed_over(tmp_path: Path, how: list[st
     job.check_nothing_left()
 
 
+@pytest.mark.nightly
 def test_a_debugger_is_left_behind(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     job = start_command(tmp_path, [sys.executable, "-m", "pdb", "-c", "continue", "script.py"]).finish()

@@ -136,7 +136,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("way", ["keep", "close"])
+@pytest.mark.parametrize("way", [pytest.param("keep", marks=pytest.mark.nightly), "close"])
 def test_a_killed_launcher_leaves_no_folder(way: str, tmp_path: Path) -> None:
     """Its caretaker removes them, also while somebody tells that one to end. Without it they stay."""
     folders = [tmp_path / "memory", tmp_path / "disk"]

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from util import ROOT, Job, run, start, tagged
 
 from shared_core.checkpoint import committed, read_part
@@ -35,12 +36,14 @@ def found(folder: Path, step: int) -> None:
     assert read_part(newest, "rank1") != read_part(newest, "rank0")
 
 
+@pytest.mark.nightly
 def test_without_snapshots_there_is_no_writer(tmp_path: Path) -> None:
     script = "import os; assert b'checkpoint.writer' not in b''.join(open(f'/proc/{p}/cmdline', 'rb').read()"
     script += " for p in open(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read().split())"
     assert run(tmp_path, script).code == 0
 
 
+@pytest.mark.nightly
 def test_a_failed_writer_is_replaced_and_a_last_snapshot_is_written_before_the_job_ends(tmp_path: Path) -> None:
     script = """
 leave(10)
@@ -60,6 +63,7 @@ leave(30)
     assert job.stderr.count("the writer of checkpoints failed (") == 1
 
 
+@pytest.mark.nightly
 def test_a_writer_that_fails_in_the_last_write_is_replaced_too(tmp_path: Path) -> None:
     fault = '[{"rank": 0, "step": 20, "point": "checkpoint.file", "kind": "SIGKILL", "nth": 4}]'
     script = "leave(10)\nassert spool.wait_committed(10, 30)\nleave(20)"
@@ -95,6 +99,7 @@ def begun(tmp_path: Path, script: str) -> Job:
     raise AssertionError("it ended before it began")
 
 
+@pytest.mark.nightly
 def test_a_snapshot_made_at_sigterm_is_written_within_the_grace(tmp_path: Path) -> None:
     job = begun(tmp_path, ON_SIGTERM + WAITS)
     job.process.send_signal(signal.SIGTERM)
@@ -114,6 +119,7 @@ def test_a_killed_agent_leaves_no_writer(tmp_path: Path) -> None:
     found(tmp_path, 10)
 
 
+@pytest.mark.nightly
 def test_a_restart_of_all_workers_keeps_snapshots_and_the_writer(tmp_path: Path) -> None:
     script = """
 leave(10 + 10 * me.restart)

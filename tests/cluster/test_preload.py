@@ -77,6 +77,7 @@ def test_modules_beside_the_script_are_not_taken_from_elsewhere(tmp_path: Path) 
     assert not {"datasets", "torchmetrics", "torchmetrics.text"} & set(chosen)
 
 
+@pytest.mark.nightly
 def test_a_worker_of_a_plain_script_finds_the_product_imported(tmp_path: Path) -> None:
     """Everything that it imports itself is added to the stall of each recovery."""
     job = run(
@@ -121,6 +122,7 @@ os.register_at_fork(after_in_child=struck)
 """
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_told_to_end_at_its_first_instant_ends(tmp_path: Path) -> None:
     (tmp_path / "strikes.py").write_text(STRUCK)
     job = run(tmp_path, "print('ran')", options=["--preload", "strikes"], env={"PYTHONPATH": str(tmp_path)}, nproc=1)

@@ -43,6 +43,7 @@ def test_the_wait_for_a_silent_rendezvous_ends_in_time(silent: int, tmp_path: Pa
     assert tagged(job.tag) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_wait_for_a_silent_rendezvous(number: signal.Signals, silent: int, tmp_path: Path) -> None:
     job = _join(tmp_path, silent, 500)
@@ -55,6 +56,7 @@ def test_a_signal_ends_the_wait_for_a_silent_rendezvous(number: signal.Signals, 
     assert f"received {number.name}" in job.stderr
 
 
+@pytest.mark.nightly
 def test_the_wait_for_a_silent_store_of_the_job_ends_in_time(silent: int, tmp_path: Path) -> None:
     """The machines have met; the one that comes now is sent to a store that does not answer."""
     (port,) = free_ports(1)

@@ -13,6 +13,7 @@ from util import ROOT, run
 from shared_core.cli.swiftrun import _one_thread_each
 
 
+@pytest.mark.nightly
 def test_normal_end_looks_like_torchrun(tmp_path: Path) -> None:
     script = (
         PRELUDE
@@ -48,6 +49,7 @@ print("to stderr", me.rank, file=sys.stderr)
     assert [event.kind for event in job.events] == ["start", "end"]
 
 
+@pytest.mark.nightly
 def test_options_that_only_the_script_says(tmp_path: Path) -> None:
     """Those that the job goes by from its start must have been told to the launcher, whose word wins."""
     (tmp_path / "swift.json").write_text('{"detection.connect_timeout_s": 6}')
@@ -65,6 +67,7 @@ job.options.check_told({"detection.wait_timeout_s": 7})
     assert job.code != 0 and "detection.wait_timeout_s=7.0 is set in the script alone" in job.stderr, job.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mistake", [False, True])
 def test_threads_that_wait_for_a_peer_at_the_end_abort_nobody(tmp_path: Path, mistake: bool) -> None:
     """The interpreter would end them with C++ on their stacks, which mostly aborts one worker of three, and now and
@@ -195,6 +198,7 @@ def test_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.nightly
 def test_a_forked_worker_is_as_a_fresh_interpreter(tmp_path: Path) -> None:
     """What modules fixed at their import in the standby is set right; a standby that holds threads is told of once."""
     (tmp_path / "early.py").write_text(
@@ -229,6 +233,7 @@ show(rank=me.rank, zero=rank_zero_only.rank, draws=[random.random(), numpy.rando
     assert job.stderr.count("the standby holds 2 threads") == 1
 
 
+@pytest.mark.nightly
 def test_goodbye_is_not_final_before_all_have_said_it(tmp_path: Path) -> None:
     """A worker that fails while it waits for its peers is replaced, and says goodbye again."""
     script = (
@@ -248,6 +253,7 @@ if me.rank == 0:
     assert [event.rank for event in job.of("failed")] == [1]
 
 
+@pytest.mark.nightly
 def test_without_standbys_workers_are_fresh_interpreters(tmp_path: Path) -> None:
     script = (
         PRELUDE

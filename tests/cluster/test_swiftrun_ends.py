@@ -13,30 +13,7 @@ from prelude import PRELUDE, shown
 from util import run, start, tagged
 
 
-def test_the_same_exception_twice_ends_the_job(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
-def deep():
-    raise ValueError("bad record 17")
-if me.rank == 1:
-    deep()
-await_("never", 1)
-"""
-    )
-    job = run(tmp_path, script)
-    assert job.code == 1
-    assert "raised the same exception at the same place twice" in job.stderr
-    assert "ValueError: bad record 17" in job.stderr
-    assert "rank      : 1 (local_rank: 1)" in job.stderr
-    assert "in deep" in job.stderr
-    assert len(job.of("failed")) == 2
-    assert job.of("end")[0].fields["result"] == "failed"
-    # the worker's own traceback starts at the user's frame
-    own = job.stderr[job.stderr.index("Traceback") :].splitlines()[:2]
-    assert own[1].startswith(f'  File "{tmp_path / "script.py"}"')
-
-
+@pytest.mark.nightly
 def test_a_crash_loop_ends_with_the_first_death(tmp_path: Path) -> None:
     script = (
         PRELUDE
@@ -56,22 +33,7 @@ await_("never", 1)
     assert failed[2].time - failed[1].time >= 0.5
 
 
-def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
-if me.rank == 0:
-    progress_file.ProgressFile(me.rank_dir / "progress").boundary(me.incarnation + 1)
-    os._exit(9)
-await_("never", 1)
-"""
-    )
-    job = run(tmp_path, script, options=["--max-restarts", "4"])
-    assert job.code == 1
-    assert "no replacements are left (--max-restarts)" in job.stderr
-    assert [event.fields["boundaries"] for event in job.of("failed")] == [1, 2, 3, 4, 5]
-
-
+@pytest.mark.nightly
 def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
     script = (
         PRELUDE
@@ -117,24 +79,7 @@ show(rank=me.rank, restart=me.restart, generation=me.generation, incarnation=me.
     assert len(job.of("start")) == 2
 
 
-def test_on_failure_restart_restarts_all(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
-if me.restart == 0:
-    reach("up")
-    if me.rank == 0:
-        os.kill(await_("up", 1), signal.SIGKILL)
-    signal.pause()
-show(rank=me.rank, restart=me.restart)
-"""
-    )
-    job = run(tmp_path, script, options=["--on-failure", "restart", "--checkpoint-dir", "saved", "--max-restarts", "1"])
-    assert job.code == 0, job.stderr
-    assert sorted((one["rank"], one["restart"]) for one in shown(job)) == [(0, 1), (1, 1)]
-    assert "all 2 workers are back after" in job.stderr and "checkpoints: saved" in job.stderr
-
-
+@pytest.mark.nightly
 def test_what_workers_say_is_done(tmp_path: Path) -> None:
     """``divergent`` replaces, ``restart`` restarts all, ``fail`` ends the job with the worker's message."""
     script = (
@@ -163,6 +108,7 @@ signal.pause()
     assert job.of("end")[0].fields["reason"] == "ReplayDivergence: rank 1 differs"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_everything(tmp_path: Path, number: signal.Signals) -> None:
     """Workers that will not end by themselves are killed after the grace; exit code 1 is torchrun's."""
@@ -195,7 +141,7 @@ while True:
     assert f"received {number.name}" in job.stderr
 
 
-@pytest.mark.parametrize("standbys", ["0", "1"])
+@pytest.mark.parametrize("standbys", ["0", pytest.param("1", marks=pytest.mark.nightly)])
 def test_a_dead_agent_takes_everything_with_it(standbys: str, tmp_path: Path) -> None:
     script = (
         PRELUDE
@@ -219,6 +165,7 @@ while True:
     assert job.of("start") and not left
 
 
+@pytest.mark.nightly
 def test_a_killed_standby_is_replaced(tmp_path: Path) -> None:
     script = (
         PRELUDE

@@ -14,6 +14,7 @@ from shared_core.cli.swiftrun import parse_args
 from tests.support.runner import ROOT
 
 
+@pytest.mark.nightly
 def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()
@@ -76,6 +77,7 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) -> None:
     job = run(
         tmp_path,
@@ -106,6 +108,7 @@ print(f"rank {os.environ['RANK']} ends")
 _FAULTS = '[{"rank": 1, "step": 2, "point": "step_boundary", "kind": "SIGKILL"}]'
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("standbys", ["0", "1"])
 def test_faults_are_armed_by_a_flag_alone(standbys: str, tmp_path: Path) -> None:
     path = tmp_path / "faults.json"
@@ -123,6 +126,7 @@ def test_faults_are_armed_by_a_flag_alone(standbys: str, tmp_path: Path) -> None
         assert [event.rank for event in job.of("failed")] == [1] == [event.rank for event in job.of("fault")]
 
 
+@pytest.mark.nightly
 def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     job = start(tmp_path, "", options=["--standbys", "0", "--faults", "nowhere.json"]).finish()
     assert job.code == 2
@@ -130,6 +134,7 @@ def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert job.stderr.count("\n") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("standbys", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_imports_come_from_beside_the_script(standbys: str, tmp_path: Path) -> None:
     """As under torchrun; the standby has imported ``calendar``, and torch ``fractions``, when the script begins."""

@@ -161,6 +161,7 @@ def digests(job: Job) -> set[str]:
     return {line for line in job.stdout.splitlines() if line[:2] in ("0 ", "1 ")}
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 @pytest.mark.parametrize(
     "seconds", [20.0, pytest.param(1200.0, marks=[pytest.mark.nightly, pytest.mark.timeout(2400)])]

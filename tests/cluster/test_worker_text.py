@@ -23,6 +23,7 @@ def test_control_characters_are_written_out() -> None:
     assert visible("plain text, ä €") == "plain text, ä €" and visible("a\tb") == "a\\tb"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["raises", "reports"])
 def test_what_a_worker_says_of_its_failure_makes_no_line(where: str, tmp_path: Path) -> None:
     """Its own output goes to files here: what is on stderr, the launcher has written."""
@@ -44,6 +45,7 @@ def test_what_a_worker_says_of_its_failure_makes_no_line(where: str, tmp_path: P
     assert not set(CONTROLS) & set(job.stderr), job.stderr
 
 
+@pytest.mark.nightly
 def test_lines_of_workers_that_the_launcher_passes_on_have_a_prefix(tmp_path: Path) -> None:
     script = "print('[swift] done after 1.0 s\\r[swift] done', flush=True)"
     job = run(tmp_path, script, options=["--tee", "3", "--log-dir", str(tmp_path)], nproc=1)

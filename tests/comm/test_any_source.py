@@ -12,6 +12,7 @@ from shared_core.faults import Fault
 SCRIPT = str(Path(__file__).parent / "scripts" / "any_source.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_is_replaced(rank: int, jobs: Jobs) -> None:
     """The order in which messages come is of this run alone; what all ranks have of it is the same."""

@@ -291,6 +291,7 @@ def size_of(index: int) -> int:
     return 60_000 if index % 10 == 9 else 100 + index % 700
 
 
+@pytest.mark.nightly
 def test_kills(tmp_path: Path) -> None:
     rounds, seed = 12, random.randrange(1 << 30)
     print(f"seed {seed}")

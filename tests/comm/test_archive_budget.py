@@ -15,30 +15,30 @@ from shared_core.worker.messages.archive import Archive, Key
 from shared_core.worker.messages.log_budget import Advice
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_leases_never_exceed_the_budget(seed: int) -> None:
+def test_leases_never_exceed_the_budget() -> None:
     """Ranks that log and drop as they like pass step boundaries at their own pace: one is at most waiting for the next
     collective while others have not yet heard of the last.
     """
-    rng = random.Random(seed)
-    ranks, budget = rng.randint(1, 6), rng.randint(10, 10_000)
-    lease, used, boundaries = [budget // ranks] * ranks, [0] * ranks, [0] * ranks
-    said: list[dict[int, int]] = [{}]  # of each step boundary, what each rank has kept
-    for _ in range(2000):
-        rank = rng.randrange(ranks)
-        if rng.random() < 0.5:  # log, within the lease, or drop
-            used[rank] = rng.randint(used[rank] if rng.random() < 0.8 else 0, max(lease[rank], used[rank]))
-        else:
-            before = said[boundaries[rank]]
-            if boundaries[rank] and len(before) < ranks:
-                continue  # others have not come to the boundary before
-            if boundaries[rank]:
-                lease[rank] = log_budget.leases([before[each] for each in range(ranks)], budget)[rank]
-            boundaries[rank] += 1
-            said += [{} for _ in range(boundaries[rank] - len(said) + 1)]
-            lease[rank] = said[boundaries[rank]][rank] = log_budget.kept(lease[rank], used[rank])
-        assert sum(lease) <= budget and all(use <= most for use, most in zip(used, lease, strict=True))
-    assert min(boundaries) > 10
+    for seed in range(20):
+        rng = random.Random(seed)
+        ranks, budget = rng.randint(1, 6), rng.randint(10, 10_000)
+        lease, used, boundaries = [budget // ranks] * ranks, [0] * ranks, [0] * ranks
+        said: list[dict[int, int]] = [{}]  # of each step boundary, what each rank has kept
+        for _ in range(2000):
+            rank = rng.randrange(ranks)
+            if rng.random() < 0.5:  # log, within the lease, or drop
+                used[rank] = rng.randint(used[rank] if rng.random() < 0.8 else 0, max(lease[rank], used[rank]))
+            else:
+                before = said[boundaries[rank]]
+                if boundaries[rank] and len(before) < ranks:
+                    continue  # others have not come to the boundary before
+                if boundaries[rank]:
+                    lease[rank] = log_budget.leases([before[each] for each in range(ranks)], budget)[rank]
+                boundaries[rank] += 1
+                said += [{} for _ in range(boundaries[rank] - len(said) + 1)]
+                lease[rank] = said[boundaries[rank]][rank] = log_budget.kept(lease[rank], used[rank])
+            assert sum(lease) <= budget and all(use <= most for use, most in zip(used, lease, strict=True))
+        assert min(boundaries) > 10
 
 
 def test_who_logs_gets_the_room() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
-import resource
 import shutil
 import weakref
 from collections.abc import Sequence
@@ -64,10 +62,6 @@ def readable(folder: Path) -> set[tuple[str, int]]:
 EVERY = {(channel, index) for channel, indices in TOTAL.items() for index in indices}
 
 
-def test_undamaged(killed: Path) -> None:
-    assert readable(killed) == EVERY
-
-
 def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
     last = Archive(killed, again=True)
     place = _place(last, C, 8)
@@ -87,32 +81,6 @@ def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
     put(again, C, 8, boundary=8)
     again.close()
     assert readable(killed) == EVERY
-
-
-def test_truncation_anywhere(killed: Path, tmp_path: Path) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    for _ in range(60):
-        path = chance.choice(files(killed))
-        data = path.read_bytes()
-        path.write_bytes(data[: chance.randrange(len(data))])
-        assert readable(killed) <= EVERY
-        path.write_bytes(data)
-
-
-@pytest.mark.parametrize("flips", [1, 8])
-def test_bit_flips(killed: Path, flips: int) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    for _ in range(150):
-        path = chance.choice(files(killed))
-        data = path.read_bytes()
-        for _ in range(flips):
-            flip(path, chance.randrange(len(data)), chance.randrange(8))
-        assert len(readable(killed)) >= len(EVERY) - flips, "damage costs the records it is in and no other"
-        path.write_bytes(data)
 
 
 def test_every_bit_of_a_frame_counts(killed: Path) -> None:
@@ -275,53 +243,6 @@ def test_no_room_for_an_index(tmp_path: Path) -> None:
     again = Archive(tmp_path, again=True)
     assert archive.stats.failed is None and again.first(A) == 0 and same(again, A, 0)
     again.close()
-
-
-def test_limit_on_file_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    archive = Archive(tmp_path)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
-        for index in range(10):
-            put(archive, A, index, size=20_000)
-        flush(archive)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert archive.stats.failed == os.strerror(errno.EFBIG) and "make room" in capfd.readouterr().err
-    archive.close()
-    assert files(tmp_path) == []
-
-
-def test_full_device(small_device: Path) -> None:
-    archive = Archive(small_device / "log", segment_bytes=50_000)
-    for index in range(10):
-        put(archive, A, index, size=10_000)
-    flush(archive)
-    assert archive.stats.failed == os.strerror(errno.ENOSPC)
-    archive.restart()  # its own segments filled it, and they are gone
-    put(archive, A, 10, size=10_000)
-    archive.close()
-    assert archive.stats.failed is None and archive.first(A) == 10
-    remove(archive)
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    archive = Archive(tmp_path / "log", segment_bytes=300)
-    put(archive, A, 0)
-    flush(archive)
-    archive.folder.chmod(0o500)
-    user = os.geteuid()
-    if user == 0:  # whom no mode stops
-        os.seteuid(65534)
-    try:
-        put(archive, A, 1)
-        flush(archive)
-    finally:
-        os.seteuid(user)
-        archive.folder.chmod(0o700)
-    assert archive.stats.failed == os.strerror(errno.EACCES)
-    assert "no longer logged" in capfd.readouterr().err
-    archive.close()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("stranger", [None, 0, 1])
+@pytest.mark.parametrize("stranger", [pytest.param(None, marks=pytest.mark.nightly), 0])
 def test_another_user_takes_no_place(stranger: int | None) -> None:
     """Whether it listens or connects: nothing is sent to it."""
     from torch.distributed import TCPStore

@@ -6,6 +6,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
@@ -28,6 +29,7 @@ def test_what_ends_in_its_batch_is_done_again(jobs: Jobs) -> None:
     assert not result.kinds("restart")
 
 
+@pytest.mark.nightly
 def test_what_reaches_across_a_step_boundary_sends_all_back(jobs: Jobs) -> None:
     """A replacement does not do it again: its peers would wait for it."""
     result = jobs.run(SCRIPT, faults=[Fault(1, 5, "collective.before", "SIGKILL")], args=["across"])

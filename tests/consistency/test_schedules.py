@@ -6,6 +6,7 @@ import random
 import re
 
 import pytest
+from harness import few
 from simulator import EXCLUSIVE, Job, Stuck, random_program
 
 from shared_core.errors import RecoveryFailed
@@ -55,7 +56,7 @@ def schedules(kind: str, seeds: range) -> None:
     assert recovered > len(seeds), "failures did happen"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "messages"))
 def test_failures_at_any_moment(kind: str) -> None:
     schedules(kind, range(500))
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @simulated
-@pytest.mark.parametrize("name", few(KILLS, *USUAL))
+@pytest.mark.parametrize("name", few(KILLS, "ddp-in_the_update"))
 def test_a_kill_changes_no_bit(name: str, jobs: Jobs) -> None:
     job, fault = KILLS[name]
     result = jobs.check(
@@ -49,8 +49,9 @@ def test_a_kill_changes_no_bit(name: str, jobs: Jobs) -> None:
     assert [event.rank for event in result.kinds("failed")] == [fault.rank], result.tail()
 
 
+@pytest.mark.nightly
 @simulated
-@pytest.mark.parametrize("name", few(JOBS, "ddp"))
+@pytest.mark.parametrize("name", JOBS)
 def test_without_a_kill_it_is_what_stock_gives_on_the_cpu(name: str, jobs: Jobs) -> None:
     job = JOBS[name]
     stock = jobs.reference(job.script, nproc=job.nproc, args=job.without_dropout, timeout_s=TIMEOUT_S)
@@ -58,8 +59,9 @@ def test_without_a_kill_it_is_what_stock_gives_on_the_cpu(name: str, jobs: Jobs)
     compare(result, stock, [*stock.reports[0]["digests"]])
 
 
+@pytest.mark.nightly
 @simulated
-@pytest.mark.parametrize("name", few(JOBS, "ddp", "fsdp2", "lightning"))
+@pytest.mark.parametrize("name", JOBS)
 def test_many_kills_and_it_is_what_stock_gives_on_the_cpu(name: str, jobs: Jobs) -> None:
     job = JOBS[name]
     stock = jobs.reference(job.script, nproc=job.nproc, args=job.without_dropout, timeout_s=TIMEOUT_S)
@@ -70,6 +72,7 @@ def test_many_kills_and_it_is_what_stock_gives_on_the_cpu(name: str, jobs: Jobs)
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("device", ["sim", "cpu"])
 def test_all_start_again_from_checkpoints(
     device: str, jobs: Jobs, tmp_path: Path, request: pytest.FixtureRequest
@@ -110,7 +113,8 @@ def test_a_device_generator_that_is_ahead_is_seen(jobs: Jobs) -> None:
         compare(result, reference)
 
 
-@pytest.mark.parametrize("name", few(JOBS, "accelerate"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", JOBS)
 def test_the_same_jobs_on_the_cpu(name: str, jobs: Jobs) -> None:
     job = JOBS[name]
     jobs.check(

@@ -37,6 +37,7 @@ def answer(what: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.nightly
 def test_a_small_gpt_is_trained_as_on_the_cpu() -> None:
     """With dropout, clipping and AdamW: parameters, optimizer state, losses and what dropout drew, bit for bit."""
     said = answer("gpt")
@@ -51,6 +52,7 @@ def test_a_host_that_reads_device_memory_dies() -> None:
     assert status == -11, errors
 
 
+@pytest.mark.nightly
 def test_its_generator_is_its_own() -> None:
     assert answer("generator") == {"host_stays": True, "device_stays": True, "device_moved": True, "again": True}
 
@@ -59,10 +61,12 @@ def test_it_is_late_and_fresh_memory_is_not_zero() -> None:
     assert answer("late") == {"fresh": True, "before": False, "waits": True, "after": True, "read": [6.0]}
 
 
+@pytest.mark.nightly
 def test_a_fork_of_a_process_that_has_used_it_cannot() -> None:
     assert answer("fork") == {"loaded": True, "used": False}
 
 
+@pytest.mark.nightly
 def test_several_processes_build_it_at_once(tmp_path: Path) -> None:
     """The compiler here copies what was built before; it is run once, and a process that is killed stops nobody."""
     compiler, ran = tmp_path / "compiler", tmp_path / "ran"

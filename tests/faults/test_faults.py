@@ -45,21 +45,21 @@ def test_the_same_seed_draws_the_same_faults() -> None:
     assert len({dumps(faults) for faults in first}) == 20
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_drawn_faults_leave_a_survivor(seed: int) -> None:
-    faults = random_faults(seed, 3, 4, 12, POINTS, max_nth={"bucket": 3}, only={"validation": (4, 8)})
-    assert len(faults) == 3
-    for fault in faults:
-        assert fault.kind in KINDS
-        assert 1 <= fault.nth <= (3 if fault.point == "bucket" else 1)
-        assert fault.point != "validation" or fault.step in (4, 8)
-        if fault.point.startswith("recovery."):
-            assert any(other.step != ANY_STEP and other.rank != fault.rank for other in faults)
-        near = {f.rank for f in faults if f.step == ANY_STEP or abs(f.step - fault.step) <= 1}
-        assert len(near) < 4
-    for rank in range(4):
-        own = [fault for fault in faults if fault.rank == rank]
-        assert [fault.incarnation for fault in own] == list(range(len(own)))
+def test_drawn_faults_leave_a_survivor() -> None:
+    for seed in range(50):
+        faults = random_faults(seed, 3, 4, 12, POINTS, max_nth={"bucket": 3}, only={"validation": (4, 8)})
+        assert len(faults) == 3
+        for fault in faults:
+            assert fault.kind in KINDS
+            assert 1 <= fault.nth <= (3 if fault.point == "bucket" else 1)
+            assert fault.point != "validation" or fault.step in (4, 8)
+            if fault.point.startswith("recovery."):
+                assert any(other.step != ANY_STEP and other.rank != fault.rank for other in faults)
+            near = {f.rank for f in faults if f.step == ANY_STEP or abs(f.step - fault.step) <= 1}
+            assert len(near) < 4
+        for rank in range(4):
+            own = [fault for fault in faults if fault.rank == rank]
+            assert [fault.incarnation for fault in own] == list(range(len(own)))
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:

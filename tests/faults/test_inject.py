@@ -144,6 +144,7 @@ def test_a_list_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     assert "fault: missing step, point, kind" in process.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("nth", [1, 3])
 def test_inside_the_updates_of_two_optimizers(nth: int, tmp_path: Path) -> None:
     """Plain SGD is one operation a parameter; the third is the second optimizer's first."""
@@ -151,6 +152,7 @@ def test_inside_the_updates_of_two_optimizers(nth: int, tmp_path: Path) -> None:
     assert (status, len(lines), struck[0]["boundaries"]) == (-9, 1, 2)
 
 
+@pytest.mark.nightly
 def test_the_update_is_the_same_when_the_fault_waits_for_a_later_operation(tmp_path: Path) -> None:
     plain = _run(UPDATE, [], tmp_path)
     armed = _run(UPDATE, [Fault(1, 2, "update.during", "SIGKILL", nth=1000)], tmp_path)

@@ -83,13 +83,11 @@ def check(odd: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Check]:
 
 
 def test_swiftctl(check: Check) -> None:
-    assert len(wrong_swiftctl.CASES) >= 60
     for case in wrong_swiftctl.CASES:
         check(swiftctl.main, *case)
 
 
 def test_swiftrun(check: Check) -> None:
-    assert len(wrong_swiftrun.CASES) >= 60
     for case in wrong_swiftrun.CASES:
         check(swiftrun.main, *case)
     for name, value, *parts in wrong_swiftrun.VARIABLES:
@@ -97,7 +95,6 @@ def test_swiftrun(check: Check) -> None:
 
 
 def test_options(check: Check, tmp_path: Path) -> None:
-    assert len(wrong_options.OPTIONS) >= 60
     path = tmp_path / "options.json"
     for values, allowed in wrong_options.OPTIONS:
         path.write_text(json.dumps(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs
 
 from shared_core.faults import Fault
 
@@ -23,9 +23,10 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
-    most(CASES, "torch.compile", "torch.compile of the module", "stateful loader", "during test", "after predict"),
+    CASES,
 )
 def test_row_with_a_failure(name: str, jobs: Jobs) -> None:
     row, faults = CASES[name]

@@ -157,6 +157,7 @@ def test_callback_takes_over_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
         DDPStrategy._configure_launcher = configure  # type: ignore[method-assign]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "first",
     [

@@ -56,19 +56,7 @@ WAYS: dict[str, tuple[str, str, list[str], dict[str, str]]] = {
         [],
         {},
     ),
-    "callback_and_object": (
-        "from lightning.pytorch.strategies import DDPStrategy\nfrom lightning_swift import SwiftCallback",
-        FIT.format("strategy=DDPStrategy(find_unused_parameters=True), callbacks=[SwiftCallback()]"),
-        [],
-        {},
-    ),
     "environment": ("", FIT.format("strategy='ddp'"), [], {"SWIFT_RECOVERY": "1"}),
-    "environment_and_callback": (
-        "from lightning_swift import SwiftCallback",
-        FIT.format("strategy='ddp', callbacks=[SwiftCallback()]"),
-        [],
-        {"SWIFT_RECOVERY": "true"},
-    ),
     "cli_name": ("import lightning_swift", CLI, ["fit", "--trainer.strategy", "swift_ddp"], {}),
     "cli_class": (
         "",
@@ -108,11 +96,8 @@ def start(
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110)
 
 
-#: Left to the night; the README's own lines are run by another test.
-RARE = frozenset(WAYS) - {"environment"}
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.nightly) if way in RARE else way for way in WAYS])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
 def test_plain_python_hands_over(way: str, tmp_path: Path) -> None:
     head, tail, args, env = WAYS[way]
     if tail is CLI and not _JSONARGPARSE_SIGNATURES_AVAILABLE:

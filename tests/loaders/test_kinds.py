@@ -56,12 +56,11 @@ def live_and_die(name: str, ahead: int, leave: int, failures: list[tuple[int, in
     assert read_random() == after
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_in_process(name: str, ahead: int) -> None:
+def test_in_process(name: str) -> None:
     """Failed in the first epoch, twice; in the second; at the last one's first and last batch."""
     later = [] if name in ALL_AGAIN else [(1, 0), (1, 5), (2, 0), (2, 9)]
-    live_and_die(name, ahead, 0, [(0, 0), (0, 4), (0, 7), *later])
+    live_and_die(name, 1, 0, [(0, 0), (0, 4), (0, 7), *later])
 
 
 def test_a_far_place_is_reached_without_a_look_at_each_batch() -> None:
@@ -116,14 +115,14 @@ def test_left_early(name: str) -> None:
     live_and_die(name, 0, 5, [(0, 3), (1, 0), (1, 5), (2, 2)])
 
 
-def with_workers() -> list[Any]:
-    """Kinds, batches after which epochs are left, and items fetched ahead; few in every run."""
-    cases = [(name, *how) for name in KINDS if name not in IN_PROCESS for how in ((0, 0), (5, 0), (0, 1), (1, 1))]
-    daily = {("workers_lazy", 0, 1), ("lasting", 5, 0), ("workers_prepared", 0, 0)}
-    return [case if case in daily else pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
-
-
-@pytest.mark.parametrize("name, leave, ahead", with_workers())
+@pytest.mark.parametrize(
+    "name, leave, ahead",
+    [
+        ("lasting", 5, 0),
+        pytest.param("workers_lazy", 0, 1, marks=pytest.mark.nightly),
+        pytest.param("workers_prepared", 0, 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_with_loader_workers(name: str, leave: int, ahead: int) -> None:
     live_and_die(name, ahead, leave, [(0, 1), (1, 0), (2, 0)] if leave == 1 else [(0, 4), (1, 0), (1, 3), (2, 5)])
 
@@ -139,8 +138,9 @@ def test_failures_anywhere(seed: int) -> None:
     live_and_die(name, ahead, leave, sorted(failures))
 
 
-@pytest.mark.parametrize("name", ["plain", "workers", "lasting", "workers_parts", "lasting_parts"])
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "ahead"), [("plain", 1), ("workers", 0), ("lasting", 1), ("workers_parts", 1), ("lasting_parts", 0)]
+)
 def test_delivered_items_are_not_read_again(
     name: str, ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,9 +179,9 @@ class Listed:
         del self.kept[name]
 
 
-@pytest.mark.parametrize("name", ["plain", "workers", "lasting"])
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "ahead", "workers"), [("plain", 0, 1), ("plain", 1, 3), ("workers", 0, 3), ("lasting", 1, 3)]
+)
 def test_the_rest_of_a_pass_is_dealt_out_without_reading_what_was_used(
     name: str, ahead: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ BASE = ("--stages", "3", "--steps", "40", "--rows", "64")
 BATCH = 131072
 
 
+@pytest.mark.nightly
 def test_logs_never_take_more(jobs: Jobs, tmp_path: Path) -> None:
     """The user's checkpoints are too rare: those that the budget needs are made, and a failure is replayed from one."""
     budget = 20 * BATCH
@@ -79,6 +80,7 @@ def test_logs_never_take_more(jobs: Jobs, tmp_path: Path) -> None:
     assert result.stderr.count("checkpoints are made more often") == 1 and "no longer logged" not in result.stderr
 
 
+@pytest.mark.nightly
 def test_a_budget_that_holds_no_interval(jobs: Jobs, tmp_path: Path) -> None:
     """It is kept all the same: logging stops, which is said with the budget that would do."""
     budget = 4 * BATCH

@@ -37,6 +37,7 @@ def planned(result: JobResult) -> list[list[list[int]]]:
     return [event.fields["groups"] for event in result.kinds("groups")]
 
 
+@pytest.mark.nightly
 def test_groups_that_change(jobs: Jobs, tmp_path: Path) -> None:
     """Between ranks 1 and 2 there are logs of the steps before the checkpoint, and none since; rank 2 has dropped the
     first messages since from its memory."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from shared_core.faults.spec import KINDS
@@ -22,18 +19,6 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     # Replacements are struck while they replay, and neighbours at once.
     assert any(fault.incarnation for fault in faults)
     assert any(len({f.step for f in plan.faults}) == 1 and len({f.rank for f in plan.faults}) == 3 for plan in plans)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.nightly
-def test_some_random_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "soak.json"
-    status = soak.main(["--model", "pipelines", "--faults", "4", "--seed", "1", "--json", str(report)])
-    out = capsys.readouterr().out
-    assert status == 0, out
-    summary = json.loads(report.read_text())
-    assert summary["struck"] >= 4 and not summary["failed"]
 
 
 @pytest.mark.nightly

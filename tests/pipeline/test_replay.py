@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs, few
 from pipelines import instructions, logging, resolutions, run, starts
 
 from shared_core.faults import Fault
@@ -16,31 +16,16 @@ BASE = ("--stages", "4", "--steps", "10", "--tied", "--clip", "0.5")
 PLACES = {
     "first stage, before the first checkpoint": (Fault(0, 2, "pipe.forward", "SIGKILL", nth=3), 0),
     "middle stage, first batch": (Fault(1, 1, "pipe.backward", "SIGKILL", nth=2), 0),
-    "last stage, after the first checkpoint": (Fault(3, 5, "pipe.forward", "SIGKILL", nth=2), 3),
     "middle stage, in the batch of a checkpoint": (Fault(2, 3, "pipe.backward", "SIGKILL", nth=2), 3),
-    "middle stage, after the second checkpoint": (Fault(1, 8, "pipe.backward", "SIGKILL", nth=3), 6),
     "first stage, after the third checkpoint": (Fault(0, 10, "pipe.recv_grad", "SIGKILL", nth=4), 9),
     "middle stage, reduce": (Fault(2, 5, "pipe.reduce_tied", "SIGKILL"), 3),
     "first stage, in the update": (Fault(0, 7, "update.during", "SIGKILL", nth=5), 6),
-    "last stage, after the update": (Fault(3, 5, "update.after", "SIGKILL"), 3),
-    "middle stage, before the update": (Fault(1, 4, "update.before", "SIGKILL"), 3),
-    "last stage, sent a gradient": (Fault(3, 8, "pipe.forward", "SIGKILL", nth=4), 6),
 }
 
 
 @pytest.mark.parametrize(
     "place",
-    most(
-        PLACES,
-        "middle stage, first batch",
-        "last stage, after the first checkpoint",
-        "first stage, after the third checkpoint",
-        "middle stage, reduce",
-        "middle stage, before the update",
-        "last stage, sent a gradient",
-        "last stage, after the update",
-        "middle stage, in the batch of a checkpoint",
-    ),
+    few(PLACES, "first stage, before the first checkpoint"),
 )
 def test_a_failed_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> None:
     fault, boundary = PLACES[place]
@@ -49,22 +34,22 @@ def test_a_failed_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> No
     assert starts(result) == [(fault.rank, boundary)]
 
 
-@pytest.mark.parametrize("rank", most(["0", "1"], "0"))
-def test_two_stages(jobs: Jobs, tmp_path: Path, rank: str) -> None:
-    fault = Fault(int(rank), 5, "pipe.backward", "SIGKILL", nth=2)
+@pytest.mark.nightly
+def test_two_stages(jobs: Jobs, tmp_path: Path) -> None:
+    fault = Fault(1, 5, "pipe.backward", "SIGKILL", nth=2)
     result = run(jobs, [fault], ("--steps", "7", "--evaluate"), nproc=2, env=logging(tmp_path))
-    assert starts(result) == [(int(rank), 3)]
+    assert starts(result) == [(1, 3)]
 
 
-@pytest.mark.parametrize(
-    "ranks", most(["1 2", "0 1", "2 3", "0 3", "0 1 2", "1 2 3"], "2 3", "0 3", "0 1", "1 2", "1 2 3")
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", ["0 3", "0 1 2"])
 def test_several_stages_at_once(jobs: Jobs, tmp_path: Path, ranks: str) -> None:
     failed = [int(rank) for rank in ranks.split()]
     result = run(jobs, [Fault(r, 5, "pipe.backward", "SIGKILL", nth=1) for r in failed], BASE, env=logging(tmp_path))
     assert sorted(starts(result)) == [(rank, 3) for rank in failed]
 
 
+@pytest.mark.nightly
 def test_the_replacement_fails_in_its_replay(jobs: Jobs, tmp_path: Path) -> None:
     faults = [
         Fault(1, 5, "pipe.backward", "SIGKILL", nth=2),
@@ -73,18 +58,18 @@ def test_the_replacement_fails_in_its_replay(jobs: Jobs, tmp_path: Path) -> None
     assert starts(run(jobs, faults, BASE, env=logging(tmp_path))) == [(1, 3), (1, 3)]
 
 
-@pytest.mark.parametrize("point", most(["recovery.streamed", "recovery.installed"], "recovery.installed"))
-@pytest.mark.parametrize("neighbour", most(["0", "2"], "0"))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("neighbour", "point"), [("0", "recovery.installed"), ("2", "recovery.streamed")])
 def test_a_neighbour_fails_while_it_streams(jobs: Jobs, tmp_path: Path, neighbour: str, point: str) -> None:
     faults = [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2), Fault(int(neighbour), -1, point, "SIGKILL")]
     result = run(jobs, faults, BASE, env=logging(tmp_path))
     assert {boundary for _, boundary in starts(result)} == {3}
 
 
-@pytest.mark.parametrize("rank", most(["0", "2"], "2"))
-def test_failed_while_a_checkpoint_is_written(jobs: Jobs, tmp_path: Path, rank: str) -> None:
-    result = run(jobs, [Fault(int(rank), 6, "checkpoint.write", "SIGKILL")], BASE, env=logging(tmp_path))
-    assert starts(result) == [(int(rank), 3)]
+@pytest.mark.nightly
+def test_failed_while_a_checkpoint_is_written(jobs: Jobs, tmp_path: Path) -> None:
+    result = run(jobs, [Fault(0, 6, "checkpoint.write", "SIGKILL")], BASE, env=logging(tmp_path))
+    assert starts(result) == [(0, 3)]
 
 
 @pytest.mark.nightly
@@ -103,15 +88,16 @@ def test_without_checkpoints_it_is_rebuilt_from_the_beginning(jobs: Jobs) -> Non
     assert starts(result) == [(2, 0)]
 
 
+@pytest.mark.nightly
 def test_a_replacement_that_is_slow_to_receive(jobs: Jobs) -> None:
     """Its neighbours' connections were made with a short time-out, which must not hold for what they stream."""
     result = run(jobs, [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2)], BASE, extra=["--slow", "1.5"])
     assert starts(result) == [(1, 0)]
 
 
-@pytest.mark.parametrize("kind", most(["SIGSTOP", "exception"], "exception"))
-def test_other_ways_to_fail(jobs: Jobs, tmp_path: Path, kind: str) -> None:
-    run(jobs, [Fault(2, 5, "pipe.forward", kind, nth=3)], BASE, env=logging(tmp_path))
+@pytest.mark.nightly
+def test_a_stopped_stage(jobs: Jobs, tmp_path: Path) -> None:
+    run(jobs, [Fault(2, 5, "pipe.forward", "SIGSTOP", nth=3)], BASE, env=logging(tmp_path))
 
 
 @pytest.mark.nightly

@@ -21,6 +21,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 def test_a_script_that_knows_nothing_of_it_survives(jobs: Jobs, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     section = {"checkpoint.dir": str(tmp_path / "checkpoints"), "checkpoint.every_steps": 2}

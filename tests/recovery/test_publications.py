@@ -87,7 +87,7 @@ class Attack:
         return self.call, self.args
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_code_is_refused_when_it_is_read(protocol: int, tmp_path: pathlib.Path) -> None:
     mark = tmp_path / "ran"
     attacks = [
@@ -315,18 +315,6 @@ def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
     assert len(publisher.records.read()) == 3
 
 
-def test_a_damaged_record_is_refused(tmp_path: pathlib.Path) -> None:
-    publisher = SharedMemoryPublisher(tmp_path / "rank0")
-    for number in range(3):
-        publisher.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
-    path = tmp_path / "rank0" / "records"
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
-    with pytest.raises(CorruptFile, match="checksum"):
-        publisher.records.read()
-
-
 def test_a_successor_takes_off_a_torn_record(tmp_path: pathlib.Path) -> None:
     """What it records behind it is found by the next one."""
     publisher = SharedMemoryPublisher(tmp_path / "rank0")
@@ -336,18 +324,6 @@ def test_a_successor_takes_off_a_torn_record(tmp_path: pathlib.Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     SharedMemoryPublisher(tmp_path / "rank0").records.add(RecordKey(0, "w", "broadcast", 7), [])
     assert [key.number for key, _ in SharedMemoryPublisher(tmp_path / "rank0").records.read()] == [0, 7]
-
-
-def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
-    publisher = SharedMemoryPublisher(tmp_path / "rank0")
-    publisher.publish_boundary(StepBoundary(1, 0, 0, "batch", {"w": 3}), {"a": 1})
-    path = tmp_path / "rank0" / "boundary.1"
-    whole = path.read_bytes()
-    head, payload, crc = struct.unpack_from("<IQI", whole)
-    path.write_bytes(struct.pack("<IQI", head - 1, payload + 1, crc) + whole[16:])
-    assert publisher.boundaries() == []
-    with pytest.raises(CorruptFile):
-        publisher.read_boundary(1)
 
 
 def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:

@@ -45,6 +45,7 @@ def test_a_second_failure_at_each_stage_of_a_recovery(name: str, jobs: Jobs) -> 
     assert "willRetry" not in result.stderr and "connectFullMesh" not in result.stderr, result.tail()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "giver", [2, pytest.param(0, marks=pytest.mark.nightly)], ids=["one_of_several", "the_donor_of_all"]
 )
@@ -79,6 +80,7 @@ def test_replicas_that_agree_are_left_alone(jobs: Jobs) -> None:
     check_survivors(result)
 
 
+@pytest.mark.nightly
 def test_when_all_fail_the_newest_checkpoint_is_where_it_continues(jobs: Jobs, tmp_path: Path) -> None:
     args = ["--norm", "--steps", "12"]
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "checkpoints"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}

@@ -145,15 +145,6 @@ def residual(width: int = 16, depth: int = 2) -> nn.Module:
     return Call(fn, **{str(i): block(width) for i in range(depth)})
 
 
-def gpt2_block() -> nn.Module:
-    from transformers import GPT2Config
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    config = GPT2Config(n_embd=16, n_head=2, n_layer=1, n_positions=8, attn_implementation="sdpa")
-    inner = GPT2Block(config, layer_idx=0)
-    return Call(lambda layers, x: flat(layers["block"](x))[0], block=inner)
-
-
 class Scale(torch.autograd.Function):
     """A user's function with a parameter: it computes both gradients, and counts its calls."""
 

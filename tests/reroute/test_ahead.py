@@ -78,6 +78,7 @@ def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> 
     assert first.plan(FAILED, 5) == second.plan(FAILED, 5)
 
 
+@pytest.mark.nightly
 def test_a_plan_that_misses_the_bound_is_improved(tmp_path: Path) -> None:
     """And used by all that have the same one."""
     pytest.importorskip("ortools.sat.python.cp_model")
@@ -100,6 +101,7 @@ def test_a_plan_that_misses_the_bound_is_improved(tmp_path: Path) -> None:
         elsewhere.choose(failed, ready)
 
 
+@pytest.mark.nightly
 def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path) -> None:
     own = ((PlannedWorker(0, 1), StageTimes(0.3, 0.3, 0.3, 0.1)),)
     slow = Times(STAGES, 0.001, data_apart=True, own=own)

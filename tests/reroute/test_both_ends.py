@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs
 from random_jobs import some_failed
 from rerouted import ORDERED, SCRIPT, carry_on, go, kill
 
@@ -27,18 +27,15 @@ def check(jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: 
 
 #: Two pipelines of two stages: ranks 0 and 2 are one, 1 and 3 the other. The row of a step is 9 actions.
 CASES = {
-    "forward": [kill(0, 3, 2), kill(2, 3, 2)],
     "backward": [kill(1, 3, 7), kill(3, 3, 6)],
-    "sum": [kill(0, 3, 1, "reroute.reduce"), kill(2, 3, 9)],
     "one_after_the_other": [kill(1, 2, 5), kill(3, 3, 3)],
-    "the_last_stage_first": [kill(2, 2, 5), kill(0, 3, 3)],
     "between_steps": [kill(0, 3, 1, "step_boundary"), kill(2, 3, 1, "step_boundary")],
-    "one_between_steps": [kill(3, 3, 8), kill(1, 4, 1, "step_boundary")],
     "before_any_data": [kill(0, 3, 1), kill(2, 3, 1)],
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"backward", "one_after_the_other"})))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_both_ends_of_a_pipeline_fail(jobs: Jobs, name: str) -> None:
     check(jobs, CASES[name], ("--clip", "1.0"))
 
@@ -47,12 +44,11 @@ def test_both_ends_of_a_pipeline_fail(jobs: Jobs, name: str) -> None:
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
     "the_replacement_while_admitted": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
-    "the_replacement_when_admitted": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "the_replacement_in_a_step": [kill(0, 6, 3, incarnation=1)],
 }
 
 
-@pytest.mark.parametrize("name", most(HELD, *(HELD.keys() - {"nobody"})))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", HELD)
 def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
     args = ("--clip", "1.0", "--steps", "12", "--sum-after", "11", "--hold", "2")
     result = check(jobs, [kill(0, 3, 2), kill(2, 3, 2), *HELD[name]], args)
@@ -61,13 +57,13 @@ def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["nobody", "a_survivor", "the_donor"])
+@pytest.mark.parametrize("name", ["a_survivor", "the_donor"])
 def test_a_replacement_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
     """Of two workers of three pipelines; the others train on while the second is still starting."""
     faults = {
         "a_survivor": [Fault(3, ANY_STEP, "survivor_group.admit", "SIGKILL")],
         "the_donor": [Fault(1, ANY_STEP, "recovery.connected", "SIGKILL")],
-    }.get(name, [])
+    }[name]
     args = ("--steps", "40", "--copies", "5:2:1", "--sum-after", "40", "--hold", "5")
     result = check(jobs, [kill(0, 3, 2), kill(5, 3, 4), *faults], args, nproc=6)
     boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
@@ -87,21 +83,14 @@ NEIGHBORS: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "the_last_stage_is_ahead": ((), 4, [kill(2, 5, 1), sums(0)]),
     "the_first_stage_is_in_the_next_step": ((), 4, [kill(0, 5, 3), sums(2)]),
     "an_update_that_may_be_taken_back": (("--clip", "1000"), 4, [kill(2, 4, 1, "update.after"), sums(0)]),
-    "several_tensors_between_stages": (("--several",), 4, [kill(0, 5, 3), sums(2)]),
-    "the_first_stage_evaluates": (("--evaluate-after", "4"), 4, [kill(0, 5, 1, "reroute.evaluated"), sums(2)]),
-    "before_the_end": (("--steps", "4"), 4, [kill(2, 4, 1, "update.after"), sums(0)]),
-    "the_middle_stage_is_ahead": (("--stages", "3"), 6, [kill(2, 5, 1), sums(0), sums(4)]),
     "the_middle_stage_is_behind": (("--stages", "3"), 6, [kill(0, 5, 3), sums(2), kill(4, 5, 1, after=0)]),
-    # Of four pipelines: both ends of one, and all but one of those that have its inputs besides.
-    "one_peer_is_left": ((), 8, [kill(4, 5, 1), sums(0), sums(1), sums(2)]),
     # Rank 4 makes again what ranks 0 and 3 had passed to each other, until it fails too.
     "who_makes_it_again_fails": ((), 6, [kill(3, 5, 1), sums(0), kill(4, 5, 3, "reroute.forward")]),
 }
 
 
-@pytest.mark.parametrize(
-    "name", most(NEIGHBORS, *(NEIGHBORS.keys() - {"the_last_stage_is_ahead", "the_first_stage_is_in_the_next_step"}))
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NEIGHBORS)
 def test_neighbors_fail_while_one_stage_has_no_sum(jobs: Jobs, name: str) -> None:
     """A stage that has made its update makes again what the other one needs, with the parameters of before."""
     args, nproc, faults = NEIGHBORS[name]
@@ -130,17 +119,14 @@ def test_neighbors_fail_anywhere_at_the_end_of_a_step(
 #: The evaluation is call 4, those after it are calls 5 and 6.
 EVALUATED = ("--evaluate-after", "3", "--evaluate-again", "2", "--steps", "5")
 EVALUATIONS = {
-    "none": [],
-    "first_stage": [kill(0, 4, 2, "reroute.evaluate")],
     "last_stage_at_the_end": [kill(3, 4, 1, "reroute.evaluated")],
     "both_ends": [kill(0, 4, 3, "reroute.evaluate"), kill(2, 4, 2, "reroute.evaluate")],
-    "both_ends_before_any_data": [kill(1, 4, 1, "step_boundary"), kill(3, 4, 1, "step_boundary")],
     "one_in_the_step_before": [kill(0, 3, 5), kill(2, 5, 2, "reroute.evaluate")],
-    "one_after_the_other": [kill(3, 4, 2, "reroute.evaluate"), kill(1, 6, 3, "reroute.evaluate")],
 }
 
 
-@pytest.mark.parametrize("name", most(EVALUATIONS, *(EVALUATIONS.keys() - {"both_ends"})))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", EVALUATIONS)
 def test_workers_fail_in_an_evaluation(jobs: Jobs, name: str) -> None:
     check(jobs, EVALUATIONS[name], EVALUATED)
 

@@ -32,12 +32,14 @@ def check(
     return result
 
 
+@pytest.mark.nightly
 def test_updates_that_were_too_early_are_taken_back(jobs: Jobs) -> None:
     result = check(jobs, CLIPPED)
     assert {event.fields["step"] for event in result.kinds("update_taken_back")} <= {2, 5, 7}
     assert result.kinds("update_taken_back"), result.tail()
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_has_no_update_that_is_taken_back(jobs: Jobs, tmp_path: Path) -> None:
     """Both workers of a stage fail after the checkpoint that follows such an update."""
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from harness import Jobs, most
+import torch
+from harness import Jobs
 from rerouted import SCRIPT, go, kill, once
 
 from shared_core.faults import ANY_STEP, Fault
@@ -35,6 +34,7 @@ def variant(name: str) -> dict[str, str]:
     return {"SWIFT_RECOVERY_REROUTE_PLAN": name}
 
 
+@pytest.mark.nightly
 def test_a_failure_comes_while_others_compute(jobs: Jobs) -> None:
     """What they have just computed cannot be sent any more, and yet is not computed again."""
     args = ("--work-ms", "50", "--micro-batches", "3", "--steps", "4")
@@ -42,20 +42,12 @@ def test_a_failure_comes_while_others_compute(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_the_worker_that_gathers_losses_fails(jobs: Jobs) -> None:
-    """Stage 1 has its sum by then, and computes nothing again: its losses are known to its peer."""
-    once(jobs, [kill(2, 3, 1, "reroute.step")])
-
-
 def test_who_has_sent_gradients_fails_after_its_update(jobs: Jobs) -> None:
     """Rank 1 reads late. Nobody can make its gradients again after the update, so it is not made before it has them."""
     once(jobs, [kill(3, 2, 1, "reroute.step")], ("--slow-ms", "100", "--steps", "4"))
 
 
-def test_two_workers_of_three_pipelines_fail_in_a_step(jobs: Jobs) -> None:
-    once(jobs, [kill(3, 3, 4), kill(4, 3, 6)], nproc=6)
-
-
+@pytest.mark.nightly
 def test_the_last_worker_of_a_stage_fails(jobs: Jobs) -> None:
     """Then the job goes back to its beginning: there is no checkpoint."""
     result = go(jobs, [kill(2, 3, 4), kill(3, 3, 6)])
@@ -64,35 +56,6 @@ def test_the_last_worker_of_a_stage_fails(jobs: Jobs) -> None:
 
 #: A layer that the first and the last stage have.
 TIED = ("--tied", "two")
-TIED_CASES = {
-    "first_stage": [kill(0, 3, 4)],
-    "last_stage": [kill(3, 3, 6)],
-    "sum": [kill(2, 3, 1, "reroute.reduce")],
-    "one_has_the_sum": [kill(1, 3, 1, "reroute.step")],
-    # The last stage has the sum of both, of which the failed worker computed a part; the first stage has not.
-    "one_stage_has_the_sum": [kill(0, 3, 13, "survivor_group.send")],
-    "both_stages": [kill(0, 3, 3), kill(3, 4, 5)],
-}
-
-
-@pytest.mark.parametrize("name", most(TIED_CASES, *(TIED_CASES.keys() - {"one_stage_has_the_sum", "both_stages"})))
-def test_tied_layers(jobs: Jobs, name: str) -> None:
-    once(jobs, TIED_CASES[name], TIED)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("rank", range(4))
-def test_several_tensors_between_stages(jobs: Jobs, rank: int) -> None:
-    for nth in (2, 5, 8):
-        once(jobs, [kill(rank, 3, nth)], ("--several", "--clip", "0.5", "--steps", "5"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("nth", range(1, ROW + 1))
-@pytest.mark.parametrize("rank", range(4))
-def test_autocast_and_activation_checkpointing(jobs: Jobs, rank: int, nth: int) -> None:
-    once(jobs, [kill(rank, 3, nth)], (*TIED, "--autocast"))
-    go(jobs, [kill(rank, 3, nth)], (*TIED, "--autocast", "--checkpointing", "2"))  # which computes forwards again
 
 
 @pytest.mark.nightly
@@ -102,14 +65,6 @@ def test_autocast_and_activation_checkpointing(jobs: Jobs, rank: int, nth: int) 
 def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None:
     for nth in range(1, ROW + 1):
         once(jobs, [kill(rank, 3, nth)], (*TIED, "--steps", "5"), env=variant(plan))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("rank", range(4))
-def test_every_place_with_tied_layers(jobs: Jobs, rank: int) -> None:
-    for point, nth in (*PLACES, *(("survivor_group.send", nth) for nth in range(1, 18))):
-        once(jobs, [kill(rank, 3, nth, point)], (*TIED, "--clip", "1.0", "--steps", "5"))
 
 
 @pytest.mark.nightly
@@ -156,14 +111,6 @@ def test_four_stages(jobs: Jobs, rank: int, plan: str) -> None:
     once(jobs, [kill(rank, 3, draw.randint(1, ROW))], ("--stages", "4"), 8, variant(plan))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("first", "second"), [(0, 3), (2, 5), (4, 6), (7, 2), (3, 4)])
-def test_two_failures_of_four_stages(jobs: Jobs, first: int, second: int) -> None:
-    draw = random.Random(first)
-    faults = [kill(first, 3, draw.randint(1, ROW)), kill(second, 3, draw.randint(ROW, ROW + 4))]
-    once(jobs, faults, ("--stages", "4"), 8)
-
-
 #: Steps that take long enough for a replacement to come.
 LONG = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
 
@@ -184,19 +131,12 @@ def test_a_survivor_fails_while_a_replacement_is_admitted(jobs: Jobs, point: str
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("args", [(), TIED], ids=("plain", "tied"))
-@pytest.mark.parametrize("plan", VARIANTS)
-@pytest.mark.parametrize("rank", range(4))
-def test_sums_in_any_order_are_equal_to_rounding(jobs: Jobs, rank: int, plan: str, args: Sequence[str]) -> None:
-    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "sum"} | variant(plan)
-    reference = jobs.reference(SCRIPT, nproc=4, args=args, env=env, launcher="swiftrun")
-    result = jobs.run(SCRIPT, nproc=4, args=args, env=env, faults=[kill(rank, 3, 4)])
+def test_sums_in_any_order_are_equal_to_rounding(jobs: Jobs) -> None:
+    env = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "sum"}
+    reference = jobs.reference(SCRIPT, nproc=4, args=TIED, env=env, launcher="swiftrun")
+    result = jobs.run(SCRIPT, nproc=4, args=TIED, env=env, faults=[kill(3, 3, 4)])
     assert result.status == 0 and result.kinds("rerouted") and not result.kinds("restart"), result.tail()
     for each, report in result.reports.items():
         for part in ("losses", "parameters"):
             got, want = report["extra"][part], reference.reports[each]["extra"][part]
-            assert flat(got) == pytest.approx(flat(want), rel=1e-3, abs=1e-4), (each, part)
-
-
-def flat(value: Any) -> list[float]:
-    return [one for each in value for one in flat(each)] if isinstance(value, list) else [value]
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)

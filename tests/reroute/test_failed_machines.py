@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS, Jobs, most
+from harness import SCRIPTS, Jobs
 from rerouted import ORDERED, SCRIPT
 
 from tests.support.cluster import Cluster
@@ -48,11 +48,6 @@ LAYOUTS = {
     # A worker a machine: two pipelines of two stages.
     "one_worker": Layout(4, 1, (3,)),
     "both_ends_on_two_machines": Layout(4, 1, (1, 3), 2),
-    # Three pipelines of two stages: machine 1 has the first stage of pipeline 2 and the last of pipeline 0.
-    "two_stages": Layout(3, 2, (1,)),
-    # A machine a pipeline: its data come with the machine that takes the place.
-    "a_whole_pipeline": Layout(2, 2, (1,), 1, ("--in-a-row", "--steps", "14")),
-    "a_whole_pipeline_of_three": Layout(3, 2, (2,), 1, ("--in-a-row", "--steps", "14")),
     "a_whole_pipeline_that_others_read": Layout(2, 2, (1,), 0, ("--in-a-row", "--shared", "--steps", "14")),
     # A machine a stage: nobody has its parameters.
     "a_whole_stage": Layout(2, 2, (1,), 1, restarts=True),
@@ -102,7 +97,8 @@ class _Running:
         self.cluster.stop()
 
 
-@pytest.mark.parametrize("name", most(LAYOUTS, *(LAYOUTS.keys() - {"one_worker"})))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_machine_fails(jobs: Jobs, name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     result = run(jobs, layout, tmp_path)

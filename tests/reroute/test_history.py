@@ -189,9 +189,9 @@ def continues_and_loses(walk: Walk, choice: random.Random, most: int, number: in
         walk.lose(number, choice.choice(can))
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGY, Topology(2, 4, 5), Topology(4, 3, 2)])
+@pytest.mark.parametrize("topology", [TOPOLOGY, Topology(2, 4, 5)])
 @pytest.mark.parametrize("variant", list(Variant))
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_failures_one_after_the_other_anywhere(seed: int, variant: Variant, topology: Topology, tmp_path: Path) -> None:
     """In whatever order workers got to where they are, a rest of the steps is found that can be run to its end."""
     choice = random.Random(seed)
@@ -202,11 +202,10 @@ def test_failures_one_after_the_other_anywhere(seed: int, variant: Variant, topo
     ends(walk, choice)
 
 
-@pytest.mark.parametrize("topology", [Topology(2, 2, 4), Topology(3, 3, 2), Topology(2, 4, 3)])
 @pytest.mark.parametrize("variant", list(Variant))
-def test_neighbors_fail_while_only_one_stage_has_its_sum(variant: Variant, topology: Topology, tmp_path: Path) -> None:
+def test_neighbors_fail_while_only_one_stage_has_its_sum(variant: Variant, tmp_path: Path) -> None:
     """That stage makes again what the other one needs; then somebody else fails, where each stage has another."""
-    again = 0
+    topology, again = Topology(2, 2, 4), 0
     for seed in range(12):
         choice = random.Random(seed)
         walk = Walk(PlanHistory(Plans(topology, variant, choice.random() < 0.5, tmp_path / str(seed), 0)), topology)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs
 from rerouted import carry_on, go, kill
 
 from shared_core.faults import ANY_STEP, Fault
@@ -31,23 +31,19 @@ def moves(result: JobResult) -> list[list[list[list[int]]]]:
     return [event.fields["moves"] for event in result.kinds("moved") if "why_not" not in event.fields]
 
 
-#: More of the script's arguments, and what moves: one worker, or two where the other stage has half the work. Of those
-#: rank 0 has drawn the labels of a pipeline whose last stage fails, and computes in the last stage of another.
-TWO_AT_ONCE = {
-    "one_moves": (("--decay", "0.01"), [[[2, 0], [0, 1]]]),
-    "two_move": (("--several", "--dropout", "0"), [[[2, 0], [0, 1]], [[0, 0], [1, 1]]]),
-}
-
-
-@pytest.mark.parametrize("name", most(TWO_AT_ONCE, "one_moves"))
-def test_a_stage_loses_two_at_once(jobs: Jobs, name: str) -> None:
-    """Equal, too, at the workers that have moved and never come home."""
-    args, moved = TWO_AT_ONCE[name]
-    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--clip", "0.5", *args))
+@pytest.mark.nightly
+def test_a_stage_loses_two_at_once(jobs: Jobs) -> None:
+    """Two move, as the other stage has half the work. Of those rank 0 has drawn the labels of a pipeline whose last
+    stage fails, and computes in the last stage of another. Equal, too, at those that never come home.
+    """
+    moved = [[[2, 0], [0, 1]], [[0, 0], [1, 1]]]
+    args = (*LONG, "--clip", "0.5", "--several", "--dropout", "0")
+    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], args)
     assert moves(result) == [moved], result.tail()
     assert {rank for (rank, _), _ in moved} <= result.reports.keys(), result.tail()  # of the first stage
 
 
+@pytest.mark.nightly
 def test_failures_one_after_the_other_and_all_are_home_when_replacements_come(jobs: Jobs) -> None:
     """A sum over all workers waits for them."""
     env = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "3"}
@@ -66,6 +62,7 @@ def test_nobody_moves_where_layers_are_tied(jobs: Jobs) -> None:
     assert not check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--tied", "two")).kinds("moved")
 
 
+@pytest.mark.nightly
 def test_nobody_moves_where_hooks_would_be_missed(jobs: Jobs) -> None:
     """The optimizer that a worker makes for another stage has none; all are told when the job begins."""
     result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--hook", "optimizer"))
@@ -77,14 +74,6 @@ def test_nobody_moves_where_layers_have_hooks_of_the_script(jobs: Jobs) -> None:
     """Layers that are rebuilt have none; the event says so."""
     result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--hook", "layers"))
     assert not moves(result) and "was changed after it was built" in result.kinds("moved")[0].fields["why_not"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("args", [("--autocast",), ("--several", "--dropout", "0")], ids=("autocast", "several"))
-@pytest.mark.parametrize("plan", ["staggered", "decoupled", "coupled"])
-def test_plans_and_models(jobs: Jobs, plan: str, args: Sequence[str]) -> None:
-    env = WITHHELD | {"SWIFT_RECOVERY_REROUTE_PLAN": plan}
-    assert moves(check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, *args, "--clip", "0.5"), env=env))
 
 
 @pytest.mark.nightly

@@ -82,6 +82,7 @@ def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.split()[0] == "30.0"
 
 
+@pytest.mark.nightly
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "INSTANCES", planner.INSTANCES[2:4])
     monkeypatch.setattr(planner, "SIZES", ((4, 4, 8),))

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import golden
 import pytest
-from random_jobs import some_failed
+from random_jobs import some_failed, some_times
 from timelines import check_times
 
 from benchmarks.lab.check import check
 from shared_core.errors import ConfigError, InvalidSchedule
+from shared_core.reroute.room import room_of
 from shared_core.schedule.greedy import greedy
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.planner import IterationPlan, parse_worker, plan
@@ -193,26 +194,19 @@ def test_memory_costs_slots() -> None:
     assert verified(small, memory=Memory(1)) > 40
 
 
-def test_exact_plans_with_other_times() -> None:
-    """Times that are no whole numbers, a limit of memory, in order: never worse than the greedy's."""
-    times = Times((StageTimes(1.13, 1.02, 0.7, 2.2), StageTimes(0.9, 1.21, 0.88, 2.0)), 0.07)
-    cases = (
-        (COUPLED, False, Memory()),
-        (DECOUPLED, True, Memory(2)),
-        (STAGGERED, False, Memory(2)),
-    )
-    for variant, ordered, memory in cases:
-        first = plan(Topology(2, 2, 3), workers((1, 1)), times=times, variant=variant, ordered=ordered, memory=memory)
-        best = plan(
-            Topology(2, 2, 3),
-            workers((1, 1)),
-            times=times,
-            variant=variant,
-            ordered=ordered,
-            memory=memory,
-            time_limit=1,
-        )
-        assert verified(best, times, memory) <= verified(first, times, memory) * (1 + 1e-9)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_plans(seed: int) -> None:
+    """They can be executed, take what they say, keep to the memory and come back from their JSON."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        topology = Topology(rng.randint(2, 4), rng.randint(1, 5), rng.randint(1, 7))
+        failed, times = some_failed(topology, rng, rng.randint(0, 4)), some_times(topology, rng)
+        tight = Memory.of_stages(topology, room_of(topology, 0))
+        memory, variant = rng.choice([Memory(), Memory(1), Memory(5), tight]), rng.choice(list(Variant))
+        ordered = rng.random() < 0.5
+        found = plan(topology, failed, times=times, variant=variant, memory=memory, ordered=ordered, effort=1500)
+        assert found.bound * (1 - 1e-9) <= verified(found, times, memory)
+        assert IterationPlan.from_json(found.to_json()) == found
 
 
 def test_memory_that_does_not_suffice_is_said() -> None:
@@ -231,23 +225,3 @@ def test_a_plan_that_cannot_be_read() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             IterationPlan.from_json(text)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_the_greedy_is_close_to_the_best_known() -> None:
-    """Random jobs, times and limits, with ten seconds of the exact solver each."""
-    rng = random.Random(5)
-    for _ in range(24):
-        topology = Topology(rng.randint(2, 4), rng.randint(2, 5), rng.randint(3, 8))
-        failed = some_failed(topology, rng, rng.randint(1, 2))
-        stages = tuple(StageTimes(1, rng.uniform(0.8, 1.2), rng.uniform(0.6, 1.1), 2.5) for _ in range(topology.stages))
-        times, memory = Times(stages, rng.choice([0, 0.1, 0.3])), Memory(rng.choice([None, 4, 6]))
-        variant, ordered = rng.choice(list(Variant)), rng.random() < 0.3
-        costs = []
-        for limit in (0.0, 10.0):
-            found = plan(
-                topology, failed, times=times, variant=variant, memory=memory, ordered=ordered, time_limit=limit
-            )
-            costs.append(verified(found, times, memory))
-        assert costs[0] <= 1.05 * costs[1]

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from examiner import Case, examine
 
+from benchmarks.lab.check import check
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import MemoryUse, bytes_held, room_of
 from shared_core.reroute.step_progress import StepProgress, text_of
-from shared_core.schedule.problem import Variant
+from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
 
 WIDE = Topology(3, 4, 12)
-EQUAL = [{"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "OPT": 3.0}] * 4
 
 
 def test_room_is_what_fits_and_never_less_than_without_a_failure() -> None:
@@ -50,16 +49,14 @@ def test_what_a_forward_holds() -> None:
 def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     """Before anything is measured, for steps to come and for the one under way."""
     past = PlanHistory(Plans(WIDE, Variant.STAGGERED, False, tmp_path, 0))
-    room = {str(worker): 4.0 - worker.stage for worker in WIDE.workers()}
+    room = Memory(workers={worker: 4.0 - worker.stage for worker in WIDE.workers()})
     places = {text_of(worker): StepProgress(0, 8, {}).to_plain() for worker in WIDE.workers()}
     start = dict.fromkeys(places, StepProgress(0, 0, {}).to_plain())
     usual = {"ready": [], "until": None, "summed": []}
     past.change(usual | {"number": 0, "failed": [], "at": start})
     past.change(usual | {"number": 1, "failed": [[1, 2]], "at": {w: p for w, p in places.items() if w != "1:2"}})
     running, following = past.steps[0], past.begin(1)
-    done = {str(worker): [one.text(worker) for one in row] for worker, row in running.done.items()}
-    assert max(map(len, done.values())) == 8
-    examine(running.plan.to_dict(), Case(EQUAL, apart=True, room=room, done=done))
-    case = Case(EQUAL, apart=True, room=room)
-    held = examine(following.plan.to_dict(), case)
-    assert held[str(PlannedWorker(0, 2))] == 2 and following.plan.failed == (PlannedWorker(1, 2),)
+    assert max(map(len, running.done.values())) == 8
+    check(running.plan.schedule, WIDE, memory=room, done=running.done)
+    check(following.plan.schedule, WIDE, memory=room)
+    assert following.plan.failed == (PlannedWorker(1, 2),)

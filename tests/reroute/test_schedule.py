@@ -30,15 +30,6 @@ def test_the_notation() -> None:
         Schedule.from_text({"0_2": ["2F0"]})
 
 
-def test_torch_reads_what_is_computed_at_home() -> None:
-    from torch.distributed.pipelining.schedules import _Action
-
-    for row in one_f_one_b(Topology(1, 4, 6)).rows.values():
-        for action in row[:-1]:
-            theirs = _Action.from_str(action.text(PlannedWorker(0, action.stage)))
-            assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index) == action[:3]
-
-
 def test_as_text() -> None:
     schedule = golden.drawn()
     assert Schedule.from_text(schedule.to_text()) == schedule

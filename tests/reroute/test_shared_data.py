@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import Jobs, most
-from rerouted import go
+from harness import Jobs
+from rerouted import go, kill
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shared_core.errors import Unsupported
@@ -22,31 +22,22 @@ pytest.importorskip("deepspeed")
 WITHHELD = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 
 
-def kill(rank: int, step: int, nth: int = 1, point: str = "reroute.action", after: int | None = None) -> Fault:
-    return Fault(rank, step, point, "SIGKILL", nth=nth, after=after)
-
-
 #: Arguments, number of workers, faults. Ranks 0 and 2 of four are a pipeline, of six ranks 0 and 3.
 CASES: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "in_a_step": (("--clip", "1.0"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
-    "before_any_data": ((), 4, [kill(0, 3), kill(2, 3)]),
-    "between_steps": ((), 4, [kill(1, 3, 1, "step_boundary"), kill(3, 3, 1, "step_boundary")]),
-    "one_after_the_other": ((), 4, [kill(1, 2, 5), kill(3, 4, 3)]),
-    "at_the_sum": ((), 4, [kill(0, 4, 1, "reroute.reduce"), kill(2, 4, 9)]),
     "one_stage_is_ahead": ((), 4, [kill(2, 5), kill(0, 4, 1, "reroute.reduce", after=0)]),
     "who_reads_fails": ((), 6, [kill(0, 3, 2), kill(3, 3, 2), kill(1, 5, 3)]),
-    "three_stages": (("--stages", "3"), 6, [kill(0, 3, 2), kill(4, 3, 3)]),
     "before_an_evaluation": (("--evaluate-after", "4"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
     "in_an_evaluation": (
         ("--evaluate-after", "3"),
         4,
         [kill(0, 4, 1, "reroute.evaluate"), kill(2, 4, 2, "reroute.evaluate")],
     ),
-    "zero": (("--zero", "1"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"in_a_step", "before_an_evaluation"})))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_nobody_waits_for_the_ends_of_a_pipeline(jobs: Jobs, name: str) -> None:
     args, nproc, faults = CASES[name]
     result = go(jobs, faults, ("--shared", *args), nproc, WITHHELD)
@@ -54,6 +45,7 @@ def test_nobody_waits_for_the_ends_of_a_pipeline(jobs: Jobs, name: str) -> None:
     assert not result.kinds("restart") and not result.kinds("admitted"), result.tail()
 
 
+@pytest.mark.nightly
 def test_replacements_of_the_ends_come_later(jobs: Jobs) -> None:
     args = ("--shared", "--steps", "12", "--sum-after", "11")
     result = go(jobs, [kill(0, 3, 2), kill(2, 3, 2)], args)

@@ -38,10 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--split-batches", action="store_true")
     parser.add_argument("--dispatch", action="store_true")
     parser.add_argument("--seedable", action="store_true")
@@ -76,7 +74,6 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=args.accumulate,
-        mixed_precision="bf16" if args.bf16 else "no",
         dynamo_backend=args.compile,
         kwargs_handlers=handlers,
         dataloader_config=DataLoaderConfiguration(
@@ -87,7 +84,7 @@ def main() -> None:
     digits = load_digits()
     images = torch.tensor(digits.data[: args.samples], dtype=torch.float32) / 16
     labels = torch.tensor(digits.target[: args.samples])
-    train = DataLoader(Noisy(images, labels), batch_size=args.batch, shuffle=True, num_workers=args.workers)
+    train = DataLoader(Noisy(images, labels), batch_size=8, shuffle=True, num_workers=args.workers)
     evaluate = DataLoader(TensorDataset(images[:50], labels[:50]), batch_size=16)
     net = vision()
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
@@ -113,7 +110,7 @@ def main() -> None:
     for epoch in epochs:
         if args.prepare_inside:
             noisy = Noisy(images[epoch:], labels[epoch:])
-            train = accelerator.prepare(DataLoader(noisy, batch_size=args.batch, shuffle=True))
+            train = accelerator.prepare(DataLoader(noisy, batch_size=8, shuffle=True))
             evaluate = accelerator.prepare(DataLoader(TensorDataset(images[:50], labels[:50]), batch_size=16))
         model.train()
         numbered = enumerate if baseline or not args.numbered else plugin.steps

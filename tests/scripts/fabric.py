@@ -32,7 +32,6 @@ def train() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--evaluate-first", action="store_true", help="before each training pass, too")
     parser.add_argument("--again", action="store_true", help="set up the training loader in each epoch")
@@ -62,7 +61,7 @@ def train() -> dist.ProcessGroup:
     data = torch.randn(46, 8, generator=torch.Generator().manual_seed(5))
 
     def training_loader() -> DataLoader[Any]:
-        loader = DataLoader(TensorDataset(data), batch_size=4, shuffle=True, num_workers=args.workers)
+        loader = DataLoader(TensorDataset(data), batch_size=4, shuffle=True)
         found: Any = fabric.setup_dataloaders(loader)
         return found
 

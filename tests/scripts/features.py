@@ -409,14 +409,6 @@ def _calls(
     return digests(trainer, module) | {"told": repr(told)}
 
 
-def _validate_fit_predict(
-    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
-) -> dict[str, str]:
-    before = trainer.validate(module, data["val_dataloaders"], verbose=False)
-    trainer.fit(module, **data)
-    return digests(trainer, module) | {"validated": repr(before)}
-
-
 def _fit_with_checkpoints(
     trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
 ) -> dict[str, str]:
@@ -489,7 +481,6 @@ def _loggers() -> dict[str, Any]:
 
 FEATURES: dict[str, Feature] = {
     "epochs": Feature(trainer=lambda: {"max_epochs": 3}),
-    "workers": Feature(data=lambda: {"train_dataloaders": loader(64, num_workers=1, augment=True)}),
     "persistent_workers": Feature(
         data=lambda: {"train_dataloaders": loader(64, num_workers=1, augment=True, persistent_workers=True)}
     ),
@@ -506,12 +497,7 @@ FEATURES: dict[str, Feature] = {
         strategy={"bucket_cap_mb": 0.0005},
     ),
     "clip_norm": Feature(trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.1}),
-    "clip_value": Feature(
-        trainer=lambda: {"max_epochs": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    ),
     "bf16": Feature(trainer=lambda: {"max_epochs": 2, "precision": "bf16-mixed"}),
-    "scheduler_step": Feature(module=lambda: Net(scheduler="step")),
-    "scheduler_epoch": Feature(module=lambda: Net(scheduler="epoch"), trainer=lambda: {"max_epochs": 3}),
     "scheduler_plateau": Feature(
         module=lambda: Net(scheduler="plateau"), data=_with_validation(), trainer=lambda: {"max_epochs": 3}
     ),
@@ -535,7 +521,6 @@ FEATURES: dict[str, Feature] = {
     ),
     "batchnorm": Feature(module=lambda: Net(norm=True), data=_with_validation()),
     "metrics": Feature(module=Sums),
-    "dropout": Feature(module=lambda: Net(dropout=0.3)),
     "augment": Feature(data=lambda: {"train_dataloaders": loader(augment=True)}),
     "manual": Feature(module=Manual),
     "gan": Feature(module=Gan, strategy={"find_unused_parameters": True}),
@@ -549,7 +534,6 @@ FEATURES: dict[str, Feature] = {
         data=_with_validation(),
         run=_calls,
     ),
-    "validate_fit": Feature(module=Sums, data=_with_validation(), run=_validate_fit_predict),
     "iterable": Feature(
         data=lambda: {"train_dataloaders": DataLoader(Stream(), batch_size=8)},
         trainer=lambda: {"max_epochs": 2},

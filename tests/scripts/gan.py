@@ -54,13 +54,13 @@ def batch(
 
     def generator() -> None:
         if args.first in ("generator", "discriminator"):
-            opt_g.zero_grad(set_to_none=not args.zeros)
+            opt_g.zero_grad()
         backward(F.softplus(-judged(fake)).mean())
         opt_g.step()
 
     def discriminator() -> None:
         if args.first == "generator":
-            opt_d.zero_grad(set_to_none=not args.zeros)
+            opt_d.zero_grad()
         backward(F.softplus(judged(fake.detach())).mean() + F.softplus(-judged(real)).mean())
         nn.utils.clip_grad_norm_(judged.parameters(), 1.0)
         opt_d.step()
@@ -166,7 +166,6 @@ def main() -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=WAYS)
     parser.add_argument("first", choices=["generator", "discriminator", "never", "seldom"])
-    parser.add_argument("--zeros", action="store_true", help="zero_grad(set_to_none=False)")
     parser.add_argument("--without", choices=["left", "expect"], help="a control: what LeftoverShards does not do")
     args = parser.parse_args()
     if args.without:

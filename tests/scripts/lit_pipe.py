@@ -161,7 +161,6 @@ def main() -> None:
     parser.add_argument("--precision")
     parser.add_argument("--zero", action="store_true", help="ZeRO stage 1")
     parser.add_argument("--no-dropout", action="store_true")
-    parser.add_argument("--autocast", action="store_true", help="DeepSpeed's torch_autocast, to bf16")
     parser.add_argument("--change-gradients", action="store_true", help="in a hook")
     parser.add_argument("--reroute", action="store_true", help="said by the script alone")
     parser.add_argument("--wait", action="store_true", help="for replacements, before an epoch's last step")
@@ -182,7 +181,7 @@ def main() -> None:
         refused = fitting(report, args, SwiftPipelineStrategy(**strategy_options), **trainer_options)
         refused.fit(kind(), loader(48, 1))
         return
-    config: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if args.autocast else {}
+    config: dict[str, Any] = {}
     if args.zero:
         config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 1 << 20}
     pieces = None if args.accumulate > 1 else MICRO_BATCHES

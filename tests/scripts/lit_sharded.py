@@ -108,7 +108,6 @@ def main() -> Any:
     parser.add_argument("--what", default="fit", choices=["fit", "calls", "files"])
     parser.add_argument("--replicas", type=int, default=1, help="of each shard; more than one is HSDP")
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--precision", default="32-true")
     parser.add_argument("--whole", action="store_true", help="checkpoints are one file, with all shards")
     parser.add_argument("--no-shards", action="store_true", help="leave fully_shard() out")
     args = parser.parse_args()
@@ -138,7 +137,6 @@ def main() -> Any:
         val_check_interval=0.5,
         gradient_clip_val=0.5,
         accumulate_grad_batches=args.accumulate,
-        precision=args.precision,
         log_every_n_steps=2,
         logger=CSVLogger(OUT, "csv"),
         enable_checkpointing=args.what == "files",

@@ -106,7 +106,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3, help="at least so many")
     parser.add_argument("--until", type=int, default=0, help="continue until there are so many workers")
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--stream", action="store_true", help="an IterableDataset")
     parser.add_argument("--last", type=int, default=-1, help="a rank that fails when all others have finished")
     parser.add_argument("--optimizer", default="AdamW")
@@ -133,9 +132,9 @@ def main() -> None:
     data = Numbered()
     sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=True)
     if args.stream:
-        loader = DataLoader(Stream(), batch_size=args.batch)
+        loader = DataLoader(Stream(), batch_size=4)
     else:
-        loader = DataLoader(data, batch_size=args.batch, sampler=sampler, num_workers=args.workers)
+        loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=args.workers)
     torch.manual_seed(dist_rank)
     job = shared_core.attach(ddp, *optimizers, loader)
     seen = job.register(losses=[], exact=[], worlds=[], used=[], total=0.0, batches=0)

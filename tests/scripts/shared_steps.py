@@ -35,7 +35,6 @@ def main() -> None:
     parser.add_argument(
         "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be admitted"
     )
-    parser.add_argument("--damage", action="store_true", help="memory of the first replacement is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
     copies = Copies(args.copies)
@@ -79,13 +78,9 @@ def main() -> None:
     if args.mistake == "own":
         for _ in job.steps(loader):
             pass
-    steps = 0
     for step in job.shared_steps(loader, args.epochs, accumulate=args.accumulate):
         report.count(f"step {step.number}")
-        steps += 1
         copies.wait(step.number)
-        if args.damage and steps == 1 and job.job is not None and job.job.env.incarnation == 1:
-            next(net.parameters()).data[0] += 1
         if args.evaluate and step.first:
             step.wait_for_all()
             evaluate()

@@ -16,8 +16,6 @@ EVERYWHERE: dict[str, tuple[int, list[Fault]]] = {
         4,
         [Fault(1, 4, "forward", "SIGKILL"), Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL")],
     ),
-    "at_a_step_boundary": (4, [Fault(0, 6, "step_boundary", "SIGKILL")]),
-    "after_the_update": (2, [Fault(1, 11, "update.after", "SIGKILL")]),
     "stopped": (2, [Fault(1, 3, "collective.before", "SIGSTOP", nth=5)]),
     "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=20)]),
     "before_the_first_batch": (2, [Fault(1, 0, "startup", "SIGKILL")]),

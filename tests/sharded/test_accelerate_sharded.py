@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import Jobs, few
+from harness import Jobs
 
 from shared_core.faults import Fault
 from tests.support.runner import ROOT, unconfirmed
@@ -18,33 +18,22 @@ PAGE = " ".join((ROOT / "docs" / "sharded.md").read_text(encoding="utf-8").split
 #: Four groups of parameters, five with the plugin, which has the last norm apart: gathered in forward, all but the root
 #: gathered in backward, reduced; a sum of norms. Six batches an epoch, in epochs of two ranks.
 CASES: dict[str, tuple[int, list[str], list[Fault]]] = {
-    "a_reduction_in_backward": (2, [], [Fault(1, 4, "collective.before", "SIGKILL", nth=10)]),
     "the_update_of_rank_0": (2, [], [Fault(0, 9, "update.during", "SIGKILL", nth=15)]),
     "as_the_plugin_says": (
         2,
         ["--plugin"],
         [Fault(1, 3, "collective.after", "SIGKILL", nth=6), Fault(0, 10, "forward", "SIGKILL")],
     ),
-    "both_replicas_of_a_shard": (
-        4,
-        ["--replicas", "2"],
-        [Fault(0, 5, "collective.after", "SIGKILL", nth=9), Fault(2, 5, "forward", "SIGKILL")],
-    ),
-    "accumulate": (
-        2,
-        ["--accumulate", "3"],
-        [Fault(1, 5, "collective.before", "SIGKILL", nth=9), Fault(0, 9, "forward", "SIGKILL")],
-    ),
     "accumulate_unreduced": (
         2,
         ["--accumulate", "3", "--unreduced"],
         [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 9, "collective.after", "SIGKILL", nth=9)],
     ),
-    "bf16": (2, ["--bf16"], [Fault(0, 11, "collective.before", "SIGKILL", nth=3)]),
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, "the_update_of_rank_0", "as_the_plugin_says"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, args, faults = CASES[name]
     jobs.check("acc_sharded.py", nproc=nproc, args=args, faults=faults)
@@ -70,6 +59,7 @@ def test_what_leaves_a_worker_without_a_replacement_is_refused(jobs: Jobs) -> No
         assert words in said[name] and way in said[name] and words in PAGE, (name, said[name])
 
 
+@pytest.mark.nightly
 def test_the_script_of_the_page(jobs: Jobs, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8").partition("## Accelerate\n")[2]
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]

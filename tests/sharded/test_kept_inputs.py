@@ -58,6 +58,7 @@ def test_gloo_leaves_the_input_of_a_reduction_as_it_is() -> None:
     assert torch.equal(torch.cat(outputs), inputs[0] + inputs[1])
 
 
+@pytest.mark.nightly
 def test_what_was_gathered_is_let_go_of(jobs: Jobs) -> None:
     """The log knows how to gather again, and keeps nothing else: forty evaluations hold one shard."""
     result = jobs.run("gathers.py")

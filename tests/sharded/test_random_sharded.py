@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from shared_core.faults.spec import KINDS
@@ -26,18 +23,6 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     assert {"collective.before", "collective.after", "update.during", "join"} <= {fault.point for fault in faults}
     assert any({0, 2} <= {f.rank for f in plan.faults} for plan in plans if plan.model == "hsdp")
     assert any(fault.incarnation for fault in faults)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", draws.SHARDED)
-def test_some_random_faults(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "soak.json"
-    status = soak.main(["--model", model, "--faults", "3", "--seed", "1", "--json", str(report)])
-    out = capsys.readouterr().out
-    assert status == 0, out
-    summary = json.loads(report.read_text())
-    assert summary["struck"] >= 3 and not summary["failed"] and not summary["restarted"]
 
 
 @pytest.mark.nightly

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from harness import SCRIPTS, Jobs, most
+from harness import SCRIPTS, Jobs
 
 from tests.support.cluster import Cluster
 from tests.support.namespaces import machines, unavailable
@@ -17,12 +17,14 @@ pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "ma
 JOBS: dict[str, tuple[str, list[str]]] = {
     "fsdp2": ("sharded.py", []),
     "hsdp": ("sharded.py", ["--replicas", "2"]),
-    "zero_1": ("zero.py", ["--stage", "1"]),
     "zero_3": ("zero.py", ["--stage", "3"]),
 }
 
 
-def lose_a_machine(kind: str, jobs: Jobs, at: int = 20) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "at"), [("fsdp2", 1), ("fsdp2", 7), ("hsdp", 20), ("zero_3", 20)])
+def test_a_machine_fails(kind: str, at: int, jobs: Jobs) -> None:
+    """In the first batch, at the end of an epoch, and in the middle of one."""
     script, args = JOBS[kind]
     args = [*args, "--epochs", "10"]
     reference = jobs.reference(script, nproc=4, args=args)
@@ -39,16 +41,3 @@ def lose_a_machine(kind: str, jobs: Jobs, at: int = 20) -> None:
     check_clean(result)
     assert {event.rank for event in result.kinds("failed")} == {2, 3}, result.tail()
     assert "continues from the checkpoint" not in result.stderr
-
-
-@pytest.mark.parametrize("kind", most(JOBS, "hsdp", "zero_1", "zero_3"))
-def test_a_machine_fails(kind: str, jobs: Jobs) -> None:
-    lose_a_machine(kind, jobs)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", JOBS)
-@pytest.mark.parametrize("at", [1, 7, 8, 33, 60])
-def test_a_machine_fails_again(kind: str, at: int, jobs: Jobs) -> None:
-    """In the first batch, at the end of an epoch, and wherever it is then."""
-    lose_a_machine(kind, jobs, at)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import Jobs, most
+from harness import Jobs
 
 from shared_core.faults import Fault
 from tests.support.runner import ROOT, unconfirmed
@@ -19,7 +19,8 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("which", most(CODES, "Fabric"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("which", CODES)
 def test_the_scripts_of_the_page(which: str, jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "train_sharded.py"
     script.write_text(CODES[which])

@@ -8,7 +8,6 @@ from harness import Jobs, few
 from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
-from tests.support.runner import compare
 
 pytest.importorskip("deepspeed")
 
@@ -17,13 +16,10 @@ STAGES = ["0", "1", "2", "3"]
 #: six times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
-    "in_the_forward": (2, [Fault(1, 4, "forward", "SIGKILL")]),
     "a_reduction": (4, [Fault(2, 4, "collective.before", "SIGKILL", nth=4)]),
     "after_a_reduction": (2, [Fault(0, 9, "collective.after", "SIGKILL", nth=3)]),
     "late_in_the_step": (4, [Fault(3, 5, "collective.before", "SIGKILL", nth=8)]),
-    "before_the_update": (2, [Fault(0, 3, "update.before", "SIGKILL")]),
     "in_the_first_batch": (2, [Fault(1, 1, "collective.after", "SIGKILL", nth=6)]),
-    "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=5), Fault(3, 4, "forward", "SIGKILL")]),
     "the_replacement_in_the_same_batch": (
         2,
         [
@@ -35,45 +31,25 @@ LOSSES: dict[str, tuple[int, list[Fault]]] = {
 #: What each makes of DeepSpeed: how it is started, and the optimizer that it has then.
 WAYS: dict[str, tuple[list[str], str]] = {
     "whole_0": (["--stage", "0"], "AdamW"),
-    "bf16_accumulated_in_fp32_0": (["--stage", "0", "--bf16", "--accumulate-fp32"], "BF16_Optimizer"),
-    "accumulate_0": (["--stage", "0", "--accumulate", "3"], "AdamW"),
-    "freeze_0": (["--stage", "0", "--freeze"], "AdamW"),
     "bf16_1": (["--stage", "1", "--bf16"], "DeepSpeedZeroOptimizer"),
-    "bf16_2": (["--stage", "2", "--bf16"], "DeepSpeedZeroOptimizer"),
     "bf16_3": (["--stage", "3", "--bf16"], "DeepSpeedZeroOptimizer_Stage3"),
     "bf16_accumulated_in_fp32_1": (["--stage", "1", "--bf16", "--accumulate-fp32"], "BF16_Optimizer"),
-    "bf16_accumulated_in_fp32_2": (["--stage", "2", "--bf16", "--accumulate-fp32"], "DeepSpeedZeroOptimizer"),
-    "bf16_accumulated_in_fp32_3": (["--stage", "3", "--bf16", "--accumulate-fp32"], "DeepSpeedZeroOptimizer_Stage3"),
-    "accumulate_1": (["--stage", "1", "--accumulate", "3"], "DeepSpeedZeroOptimizer"),
     "accumulate_2": (["--stage", "2", "--accumulate", "3"], "DeepSpeedZeroOptimizer"),
     "accumulate_3": (["--stage", "3", "--accumulate", "3"], "DeepSpeedZeroOptimizer_Stage3"),
     "grow_2": (["--stage", "2", "--grow"], "DeepSpeedZeroOptimizer"),
     "reduce_2": (["--stage", "2", "--reduce"], "DeepSpeedZeroOptimizer"),
-    "scattered_1": (["--stage", "1", "--scattered"], "DeepSpeedZeroOptimizer"),
     "scattered_3": (["--stage", "3", "--scattered"], "DeepSpeedZeroOptimizer_Stage3"),
-    "evaluate_1": (["--stage", "1", "--evaluate"], "DeepSpeedZeroOptimizer"),
     "evaluate_3": (["--stage", "3", "--evaluate"], "DeepSpeedZeroOptimizer_Stage3"),
     "judge_3": (["--stage", "3", "--evaluate", "--judge"], "DeepSpeedZeroOptimizer_Stage3"),
     "borrow_3": (["--stage", "3", "--borrow"], "DeepSpeedZeroOptimizer_Stage3"),
-    "freeze_2": (["--stage", "2", "--freeze"], "DeepSpeedZeroOptimizer"),
     "freeze_3": (["--stage", "3", "--freeze"], "DeepSpeedZeroOptimizer_Stage3"),
     "skip_1": (["--stage", "1", "--skip"], "DeepSpeedZeroOptimizer"),
-    "skip_2": (["--stage", "2", "--skip"], "DeepSpeedZeroOptimizer"),
     "skip_3": (["--stage", "3", "--skip"], "DeepSpeedZeroOptimizer_Stage3"),
 }
-USUAL = [
-    ("0", "in_the_update"),
-    ("1", "in_the_update"),
-    ("2", "late_in_the_step"),
-    ("2", "two_at_once"),
-    ("3", "in_the_forward"),
-    ("3", "a_reduction"),
-    ("3", "in_the_update"),
-]
 CASES = {f"{stage}-{name}": (stage, name) for stage in STAGES for name in LOSSES}
 
 
-@pytest.mark.parametrize("case", few(CASES, *(f"{stage}-{name}" for stage, name in USUAL)))
+@pytest.mark.parametrize("case", few(CASES, "0-in_the_update"))
 def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     stage, name = CASES[case]
     nproc, faults = LOSSES[name]
@@ -81,7 +57,8 @@ def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     assert {report["extra"]["engine"] for report in result.reports.values()} == {"SwiftZeroEngine"}
 
 
-@pytest.mark.parametrize("way", few(WAYS, "bf16_1", "bf16_accumulated_in_fp32_1", "bf16_3", "grow_2", "judge_3"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
 def test_ways_of_training(way: str, jobs: Jobs) -> None:
     args, optimizer = WAYS[way]
     faults = [Fault(1, 5, "collective.before", "SIGKILL", nth=2), Fault(0, 9, "update.during", "SIGKILL", nth=7)]
@@ -93,11 +70,3 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
         faults = [Fault(1, 7, "collective.before", "SIGKILL", nth=9), Fault(0, 8, "update.during", "SIGKILL")]
     result = jobs.check("zero.py", args=args, faults=faults)
     assert {report["extra"]["optimizer"] for report in result.reports.values()} == {optimizer}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("stage", STAGES)
-def test_without_a_failure_nothing_differs(stage: str, jobs: Jobs) -> None:
-    result = jobs.run("zero.py", nproc=4, args=["--stage", stage])
-    compare(result, jobs.reference("zero.py", nproc=4, args=["--stage", stage]))
-    assert not result.kinds("failed")

@@ -32,6 +32,7 @@ SAYS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [0, 1], ids=["deepspeed", "accelerate"])
 def test_the_scripts_of_the_page(number: int, jobs: Jobs, tmp_path: Path) -> None:
     codes = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

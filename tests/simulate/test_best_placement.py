@@ -14,7 +14,6 @@ from best_placement import (
     before_a_kill,
     cheapest,
     cost_of,
-    density,
     makespan_costs,
     price_of_delay,
     segment_costs,
@@ -124,13 +123,6 @@ def test_the_programme_finds_what_brute_force_finds(seed: int) -> None:
         assert cost_of(costs, places) == pytest.approx(value, abs=1e-12)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(6, 12))
-def test_the_programme_finds_what_brute_force_finds_on_fifteen_places(seed: int) -> None:
-    costs = segment_costs(Case.draw(seed).on(15))
-    assert cheapest(costs)[0] == pytest.approx(brute(costs)[0], abs=1e-12)
-
-
 def within(seeds: range, size: int) -> tuple[list[float], list[float]]:
     """What ``value`` and Young cost over the best placement on the same grid."""
     ours, youngs = [], []
@@ -150,26 +142,11 @@ def test_value_is_within_three_per_cent_of_the_best_placement() -> None:
     assert sum(youngs) / len(youngs) > 1.15 and max(youngs) > 1.4, youngs
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_value_is_within_three_per_cent_of_the_best_placement_on_research_s_problems() -> None:
-    ours, _ = within(range(40), 2401)
-    assert max(ours) < 1.03 and sorted(ours)[20] < 1.01, sorted(ours)
-
-
 def test_young_is_the_best_placement_where_all_ends_are_graceful() -> None:
     case = Case(0.7, 10.0, 0.01, 0.01, 1.0, 0.0, 0.3, 0.0)
     costs = segment_costs(case.on(1201))
     assert cost_of(costs, case.asked(Young(), 1201)) / cheapest(costs)[0] < 1.01
     assert case.asked(Young(), 1201) == case.asked(Value(), 1201)
-
-
-def test_the_density_sums_up_to_the_number_of_checkpoints() -> None:
-    for seed in (0, 3, 5):
-        problem = Case.draw(seed).on(1201)
-        n = density(problem)
-        wanted = float(((n[1:] + n[:-1]) / 2 * np.diff(problem.t)).sum())
-        assert len(cheapest(segment_costs(problem))[1]) == pytest.approx(wanted, abs=1.5 + 0.03 * wanted)
 
 
 def test_the_shortest_makespan_has_the_exact_interval() -> None:

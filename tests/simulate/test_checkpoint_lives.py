@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,11 @@ from best_placement import waste
 
 from benchmarks import checkpoint_policy
 from benchmarks.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, simulate_runs
-from benchmarks.simulate.placing import Clock, Knowledge, Recorded, SimulatedJob, places
+from benchmarks.simulate.placing import Knowledge, Recorded, SimulatedJob, places
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
 from shared_core.checkpoint.history import Run, append
 from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
-from shared_core.checkpoint.policy.intervals import young
 from shared_core.checkpoint.run_ends import RunEnding
 from shared_core.cli.swiftctl import main
 
@@ -69,19 +67,6 @@ def test_all_policies_meet_the_same_faults_and_ends() -> None:
     assert at.min() >= 1000 and at[np.isfinite(at)].max() < 2000
 
 
-def test_fewer_workers_fail_less_and_take_longer() -> None:
-    made = job(workers=((0.0, 8), (3600.0, 4), (7200.0, 1)))
-    clock = Clock(made)
-    assert [clock.hazard(at) * 4 * 3600 for at in (0.0, 3600.0, 9000.0)] == [1.0, 0.5, 0.125]
-    assert clock.step(10_800.0) == pytest.approx(3600 * (1 + 0.5 + 0.125))
-    assert clock.rework_s(0.0, 3600.0) == pytest.approx(1 / 14_400 * 3600**2 / 2)
-    across = sum(clock.hazard(at + 0.5) * (at + 0.5 - 3000) for at in range(3000, 8000))
-    assert clock.rework_s(3000.0, 8000.0) == pytest.approx(across, rel=1e-3)
-    gaps = np.diff(places(made, Value(), Knowledge(None)))
-    wanted = [young(18.0, hazard / 14_400) for hazard in (1, 0.5, 0.125)]
-    assert (gaps[0], gaps[-1]) == (pytest.approx(wanted[0], abs=1), pytest.approx(wanted[2], abs=1))
-
-
 def test_where_all_ends_are_graceful_young_is_best() -> None:
     """Research 3.5, case 1, x 1e-4: Young 67, the rule for abrupt ends 116, equal progress far above."""
     made = job()
@@ -105,16 +90,6 @@ def test_where_ends_are_abrupt_the_rule_is_best() -> None:
     assert found["value"].mean() * gain == pytest.approx(238, abs=20)
     difference = found["value"] - found["young"]
     assert difference.mean() < -4 * difference.std() / math.sqrt(len(difference))
-
-
-def test_a_price_is_paid_for_each_checkpoint() -> None:
-    dear = job(0.5, price=1e-3)
-    told, untold = played(dear, Value(1e-3)), played(dear, Value())
-    assert told.lost.mean() < untold.lost.mean() and told.made.mean() < 0.8 * untold.made.mean()
-    free = simulate_runs(job(0.5), places(dear, Value(), Knowledge(dear.ending)), SimulatedRuns.draw(dear, 3000, 3))
-    gain = CURVE.loss(0) - CURVE.loss(dear.horizon_s)
-    assert (untold.lost - free.lost).mean() == pytest.approx(1e-3 / gain * free.made.mean())
-    assert np.allclose(free.of(dear).lost, untold.lost)
 
 
 def test_a_recorded_curve_is_made_monotone() -> None:
@@ -188,15 +163,3 @@ def test_a_file_that_is_no_curve(capsys: pytest.CaptureFixture[str], tmp_path: P
     path.write_text("step,loss\n" + "".join(f"{step},{step}\n" for step in range(50)))
     assert main([*QUICK, "--curve", str(path)]) == 2
     assert "does not fall" in capsys.readouterr().err
-
-
-def test_the_picture_of_policies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "policies.svg"
-    assert main([*QUICK, "--simulate", "--plot", str(path)]) == 0
-    assert "<svg" in path.read_text()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    assert main([*QUICK, "--plot", str(tmp_path / "other.svg")]) == 1
-    assert "pip install 'swift-recovery[all]'" in capsys.readouterr().err

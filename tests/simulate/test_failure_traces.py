@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks.simulate import Trace, TraceEvent, from_counts, gcp_trace, read_trace
 from benchmarks.simulate.choices import trace_of
-from benchmarks.simulate.generators import exponential, parse, periodic, racks, weibull
+from benchmarks.simulate.generators import parse, racks, weibull
 from shared_core.errors import ConfigError
 
 
@@ -90,22 +89,6 @@ def test_generators_draw_from_the_seed() -> None:
         live(first)
     assert parse("racks:2:4:3", 64, 50.0, 1) == racks(64, 50.0, 2.0, 4, 3.0, 1)
     assert parse("weibull:2:0.5", 64, 50.0, 1) == weibull(64, 50.0, 2.0, 0.5, 1.0, 1)
-
-
-def test_rates() -> None:
-    """Means of many failures, within four standard deviations."""
-    number = exponential(1000, 10_000.0, 2.0, repair_h=1e-6).failures
-    assert abs(number - 5000) < 4 * math.sqrt(5000)
-    shape = 0.7
-    spread = math.sqrt(math.gamma(1 + 2 / shape) / math.gamma(1 + 1 / shape) ** 2 - 1)
-    number = weibull(1000, 10_000.0, 2.0, shape, repair_h=1e-6).failures
-    assert abs(number - 5000) < 4 * spread * math.sqrt(5000)
-
-
-def test_regular_failures() -> None:
-    trace = periodic(10, 10.0, 2.0, repair_h=0.5)
-    assert [event.time_s / 3600 for event in trace.events if event.lost] == [2, 4, 6, 8]
-    assert [event.time_s / 3600 for event in trace.events if event.joined] == [2.5, 4.5, 6.5, 8.5]
 
 
 def test_racks_fail_together() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,6 @@ from best_placement import waste
 
 from benchmarks.simulate import (
     Bamboo,
-    CheckpointInterval,
     CheckpointRestart,
     FailureCost,
     FaultScaled,
@@ -30,13 +28,10 @@ from benchmarks.simulate import (
     period,
     rerouted,
     simulate,
-    spread,
     young,
 )
 from benchmarks.simulate.generators import exponential, periodic
 from benchmarks.simulate.layout import wiped_out
-from benchmarks.simulate.oobleck import capacity, instantiate, step_time
-from shared_core.errors import ConfigError
 
 EXAMPLE = Layout(3, 4, 6)
 GCP = Layout(6, 4, 12, step_s=90.0)
@@ -59,15 +54,6 @@ def test_slots_of_recycles_example() -> None:
     assert [period(EXAMPLE, (0, 0, 2, 0), kind) for kind in ("staggered", "decoupled", "coupled")] == [57, 59, 63]
     assert period(EXAMPLE, (0, 1, 1, 0)) == 30
     assert period(EXAMPLE, (0, 3, 0, 0)) == math.inf, "no peer is left"
-
-
-def test_failures_are_spread() -> None:
-    assert spread(GCP, 0) == (0, 0, 0, 0) and spread(GCP, 6) == (2, 2, 1, 1)
-    best = min(
-        period(GCP, lost) for lost in itertools.product(range(6), repeat=4) if sum(lost) == 6
-    )  # all ways to have six failures
-    assert period(GCP, spread(GCP, 6)) == best
-    assert rerouted(GCP, 4) > 0 == rerouted(GCP, 3), "four workers are the fewest"
 
 
 def test_state_is_gone_when_a_stage_loses_all_at_once() -> None:
@@ -126,11 +112,6 @@ def test_a_failure_during_a_stall_starts_it_again() -> None:
     ]
 
 
-def test_a_join_that_costs_nothing_ends_no_stall() -> None:
-    trace = Trace(8, 100.0, (TraceEvent(10.0, lost=(1,)), TraceEvent(12.0, joined=(1,))))
-    assert simulate(trace, Fixed(Layout(8), FailureCost(6.0))).stalled_s == 6.0
-
-
 def test_accounts_add_up() -> None:
     trace = exponential(24, 500.0, 3.0, 2.0)
     every: list[System] = [ReCycle(GCP), FaultScaled(GCP), Oobleck(GCP), Bamboo(GCP), TorchFT(GCP)]
@@ -147,11 +128,6 @@ def test_accounts_add_up() -> None:
         assert merge([result, result]).useful == pytest.approx(result.useful)
 
 
-def test_shape_and_trace_must_agree() -> None:
-    with pytest.raises(ConfigError, match="24 workers, the layout of ReCycle, ideal 12"):
-        simulate(gcp_trace(), ReCycle(EXAMPLE))
-
-
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -163,11 +139,6 @@ def test_checkpoint_restart_takes_what_daly_expects(mtbf_h: float, write_s: floa
     result = simulate(trace, CheckpointRestart(Layout(512), interval_s, write_s, restart_s))
     expected = result.work * (1 + waste(interval_s, write_s, 1 / mtbf_s)) * math.exp(restart_s / mtbf_s)
     assert result.seconds == pytest.approx(expected, rel=0.02)
-
-
-def test_youngs_interval_is_near_the_best() -> None:
-    best = min(range(60, 3000, 10), key=lambda tau: waste(tau, 20.0, 1 / 7200))
-    assert young(20.0, 7200.0) == pytest.approx(best, rel=0.05)
 
 
 def test_who_waits_and_who_continues() -> None:
@@ -227,81 +198,7 @@ def test_survivors_move() -> None:
     assert system.failure(all_but_one, all_but_one.after((21,), ()), last) == system.checkpoints.cost
 
 
-def test_replacements_are_admitted_one_by_one() -> None:
-    """Each counts from when it comes, and ends a wait for the data of its pipeline."""
-    layout = Layout(2, 2)
-    events = [(1, (0,), ()), (2, (1,), ()), (3, (), (0,)), (5, (), (1,))]
-    trace = Trace(4, 10.0, tuple(TraceEvent(float(at), lost, joined) for at, lost, joined in events))
-    result = simulate(trace, ThisSystem(layout, measured=MeasuredStalls(admit_s=0.0, reroute_s=0.0)))
-    assert [seconds for _, (seconds, _) in sorted(result.by_live.items())] == pytest.approx([1.0, 3.0, 6.0])
-    assert result.by_live[2][1] == 0 < result.by_live[3][1]
-
-
-def test_replay_takes_its_share_of_the_time_since_the_checkpoint() -> None:
-    layout = Layout(1, 4, 4)
-    system = ThisSystem(layout, "replay", MeasuredStalls(overhead=1.0), CheckpointInterval(1000.0))
-    trace = Trace(4, 2000.0, (TraceEvent(1500.0, (2,), (2,)),))
-    result = simulate(trace, system)
-    assert result.lost == 0 and result.stalled_s == pytest.approx(0.18 + 500 * 4 / 7)
-
-
-@pytest.mark.parametrize("system", [ReCycle, Oobleck, Bamboo])
-def test_a_stage_without_a_peer_goes_back_to_the_checkpoint(system: type[ReCycle]) -> None:
-    layout = Layout(2, 2, 4)
-    made = system(layout, checkpoints=CheckpointInterval(600.0, 45.0))
-    trace = Trace(4, 1000.0, (TraceEvent(700.0, (0, 2), (0, 2)),))
-    result = simulate(trace, made)
-    assert (result.stalled_s, result.lost) == (45.0, 100.0) and result.work == pytest.approx(855.0)
-
-
 # -- the published systems --------------------------------------------------------------------------------------------
-
-
-def brute_force(nodes: int, sizes: tuple[int, ...], layers: int, batch: int) -> int | None:
-    """All multisets of templates, all ways to share the batch."""
-    best = None
-    for count in range(1, nodes + 1):
-        for chosen in itertools.combinations_with_replacement(sizes, count):
-            if sum(chosen) != nodes:
-                continue
-            for shares in itertools.product(range(batch + 1), repeat=count):
-                if sum(shares) == batch:
-                    times = [step_time(layers, size, m) for size, m in zip(chosen, shares, strict=True) if m]
-                    best = max(times) if best is None else min(best, max(times))
-    return best
-
-
-@pytest.mark.parametrize("layers", [5, 8])
-@pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 3), (3, 4, 5)])
-def test_oobleck_finds_the_best_instantiation(sizes: tuple[int, ...], layers: int) -> None:
-    for nodes in range(1, 9):
-        if nodes // sizes[0] > 4:
-            continue
-        for batch in (1, 4, 7):
-            assert instantiate(nodes, sizes, layers, batch) == brute_force(nodes, sizes, layers, batch), (nodes, batch)
-
-
-def test_oobleck_on_many_nodes_as_on_few() -> None:
-    """With many nodes the knapsack is cut short; against the full one."""
-    for nodes, sizes in ((60, (3, 4, 5)), (101, (2, 3)), (97, (4, 5, 6, 7))):
-        batch, layers = 3 * nodes, 24
-        time = instantiate(nodes, sizes, layers, batch)
-        assert time is not None
-        for limit, enough in ((time, True), (time - 1, False)):
-            table = [0] + [-(10**9)] * nodes
-            for total in range(1, nodes + 1):
-                options = [table[total - s] + capacity(layers, s, limit) for s in sizes if s <= total]
-                table[total] = max(options, default=-(10**9))
-            assert (table[nodes] >= batch) is enough
-
-
-def test_oobleck_uses_all_workers_it_can() -> None:
-    system = Oobleck(GCP, 32)
-    assert system.templates == (3, 4, 5)
-    assert system.throughput(Pattern(GCP)) == 1.0 and system.throughput(missing(GCP, 22)) == 0.0
-    rates = [system.throughput(missing(GCP, number)) for number in range(10)]
-    assert rates == sorted(rates, reverse=True)
-    assert all(abs(rate - (24 - number) / 24) < 0.06 for number, rate in enumerate(rates))
 
 
 def test_bamboo_keeps_whole_pipelines() -> None:

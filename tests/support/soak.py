@@ -41,7 +41,7 @@ from tests.support.plain import PlainLauncher
 from tests.support.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
 from tests.support.warm import WarmLauncher
 
-JOBS = Path(__file__).parent / "jobs"
+JOBS, SCRIPTS = Path(__file__).parent / "jobs", Path(__file__).parents[1] / "scripts"
 #: A run of the job takes some seconds, and its checkpoint's writer waits a minute for a machine that has failed; one
 #: that takes so long hangs.
 TIMEOUT_S = 180.0
@@ -60,13 +60,13 @@ _WORDS = {
 def _job(model: str, how: str) -> tuple[Path, list[str]]:
     """Script of a model and its arguments."""
     if model == "plain":
-        return JOBS / "plain_job.py", []
+        return SCRIPTS / "plain_ddp.py", ["--norm", "--steps", str(STEPS)]
     if model in OUTSIDE:
         return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
     if model in ZERO:
-        return JOBS / "zero_job.py", ["--stage", str(ZERO[model])]
+        return SCRIPTS / "zero.py", ["--stage", str(ZERO[model]), "--epochs", "3", "--evaluate"]
     if model in SHARDED:
         return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
     if model in PIPELINES:

@@ -246,6 +246,7 @@ def test_long_lists_are_looked_at_in_turn(place: int) -> None:
     assert not all(writer.same_list(items) for _ in range(5))
 
 
+@pytest.mark.nightly
 def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFixture[str]) -> None:
     def script(again: bool) -> Any:
         buffer = [[float(number)] for number in range(100_000)]
