@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from benchmarks.simulate.trace import read_trace
-from shared_core.cli.section import find_section
+from shared_core.cli.job_options import find_section
 from shared_core.config import SwiftConfig
 from shared_core.config.config import full_names
 from shared_core.faults import inject, spec
