@@ -83,10 +83,10 @@ _INFERENCE = (
 )
 
 
-_AROUND = "the loop at {} goes through {}(), whose place cannot be given to another process"
+_AROUND = "the loop at {} goes through {}, whose place cannot be given to another process"
 _GIVE = (
-    "Use the numbers that epochs() and steps() give, and put what picks or joins batches inside, as in "
-    "job.steps(zip(loader, other))"
+    "Use the numbers that epochs() and steps() give, put what picks or joins batches inside, as in "
+    "job.steps(zip(loader, other)), and train in a for statement"
 )
 
 
@@ -565,7 +565,7 @@ class TrainingLoop:
     def _walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
         """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
         if self.job is not None and not self._replays:
-            self._walks.begin(thing, what, bare=bare)
+            self._walks.begin(thing, what, bare=bare, first=what == "epochs" or self._round <= 1)
 
     def _gave(self, thing: Any) -> None:
         self._walks.gave(thing)

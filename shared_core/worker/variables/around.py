@@ -8,6 +8,7 @@ how often they have asked.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import dis
 import functools
@@ -18,11 +19,12 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.kinds import kind_of, root_of
+from shared_core.worker.variables.expressions import collects, way_to
+from shared_core.worker.variables.kinds import LIBRARIES, OURS, kind_of, root_of
 from shared_core.worker.variables.scopes import is_script
 
 _MOST = 12
@@ -108,6 +110,52 @@ def _outer(thing: Any, known: Sequence[Any]) -> Any:
     return None
 
 
+# -- what collects items ----------------------------------------------------------------------------------------------
+
+_COMPREHENSION = "a comprehension"
+#: Functions that ask for one item and keep nothing.
+_ONE = frozenset({"next", "__next__", "send"})
+
+
+def collectors(frame: types.FrameType | None, outermost: types.CodeType | None = None) -> Iterator[str]:
+    """Names of what asks for items and keeps what it makes of them where no variable shows it: a comprehension, or a
+    function such as ``sum``. ``frame`` runs what is asked. Where ``outermost`` is given, comprehensions that call the
+    code that asks count too, as far as to the frame of ``outermost``.
+    """
+    frame = frame.f_back if frame is not None else None
+    while frame is not None and (_is_asked(frame) or frame.f_code.co_filename.startswith(OURS)):
+        if _collects(frame):
+            yield _COMPREHENSION
+        frame = frame.f_back
+    if frame is None:
+        return
+    if _collects(frame):
+        yield _COMPREHENSION
+    elif function := _collecting(frame):
+        yield function
+    while outermost is not None and frame.f_code is not outermost and (frame := frame.f_back) is not None:
+        if _collects(frame):
+            yield _COMPREHENSION
+
+
+def _collects(frame: types.FrameType) -> bool:
+    return is_script(frame.f_code, frame.f_globals) and collects(frame.f_code, frame.f_lasti)
+
+
+def _collecting(frame: types.FrameType) -> str:
+    """Name of the function that asks from this frame for more than one item: one in C that it calls, or its own in a
+    library.
+    """
+    if not is_script(frame.f_code, frame.f_globals):
+        module = str(frame.f_globals.get("__name__"))
+        return "" if module.partition(".")[0] in LIBRARIES else f"{module}.{frame.f_code.co_name}()"
+    call = next(iter(way_to(frame.f_code, frame.f_lasti)), None)
+    if not isinstance(call, ast.Call):
+        return ""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return "" if name in _ONE else f"{ast.unparse(call.func)}()"
+
+
 # -- what can be moved ------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +239,14 @@ class _Walk:
         self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "the script"
         self.kinds: list[str] | None = None
         self.given = 0
+        #: See :func:`collectors`; ``begun``: it had collected something when the loop began.
+        self.collectors: list[str] = []
+        self.begun = False
+
+    def stuck(self, kinds: Sequence[str]) -> list[tuple[str, str]]:
+        """(place in the script, what) of all that cannot be moved in a replacement."""
+        names = [f"{each.removeprefix(_STUCK)}()" for each in kinds if each.startswith(_STUCK)]
+        return [(self.where, each) for each in (*self.collectors, *names)]
 
 
 class Walks:
@@ -201,15 +257,20 @@ class Walks:
         self._known: dict[tuple[types.CodeType, int], list[str]] = {}
         self._walks: list[_Walk] = []
 
-    def begin(self, thing: Any, what: str, *, bare: bool = False) -> None:
+    def begin(self, thing: Any, what: str, *, bare: bool = False, first: bool = True) -> None:
         """``thing`` calls this itself when a loop asks it for its first item. ``what`` is a word for it; ``bare``:
-        see :func:`is_bare`.
+        see :func:`is_bare`; ``first``: no loop inside the outer one has ended before.
         """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not is_script(frame.f_code, frame.f_globals):
             frame = frame.f_back
         self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
         walk = _Walk(thing, frame, what)
+        outer = next((each.key[0] for each in self._walks if each.key is not None), None)
+        walk.collectors = list(collectors(sys._getframe(1)))
+        if not (first or walk.collectors):
+            walk.collectors = list(collectors(sys._getframe(1), outer))
+            walk.begun = bool(walk.collectors)
         walk.kinds = [] if bare else self._known.get(walk.key) if walk.key is not None else None
         self._walks.append(walk)
 
@@ -227,13 +288,8 @@ class Walks:
         return [(each.what, self._look(each), each.given) for each in self._walks if each.ref() is not None]
 
     def stuck(self) -> list[tuple[str, str]]:
-        """(place in the script, name) of all that cannot be moved in a replacement."""
-        return [
-            (each.where, kind.removeprefix(_STUCK))
-            for each in self._walks
-            for kind in each.kinds or ()
-            if kind.startswith(_STUCK)
-        ]
+        """(place in the script, what) of all that cannot be moved in a replacement."""
+        return [found for each in self._walks for found in each.stuck(each.kinds or ())]
 
     def look(self, thing: Any) -> None:
         """Find what is around ``thing``. Call while it is being asked for an item."""
@@ -243,22 +299,24 @@ class Walks:
 
     def move(self, thing: Any, kinds: Sequence[str], given: int) -> tuple[str, str] | None:
         """In a replacement, when ``thing`` is asked for its first item: move what is around it to where the failed
-        worker had it. Returns (place in the script, name) of what cannot be moved; None if all is well.
+        worker had it. Returns (place in the script, what) of what cannot be moved; None if all is well.
         """
         walk = next((each for each in self._walks if each.ref() is thing), None)
         if walk is None:
             return None
         walk.kinds, walk.given = list(kinds), given
+        if walk.collectors and (given or walk.begun):
+            return walk.stuck(())[0]
         if not kinds or not given:
             return None
         links = links_around(thing)
         mine = kinds_of(links, thing)
-        wrong = next((each for each in (*kinds, *mine) if each.startswith(_STUCK)), None)
-        if wrong is None and mine != walk.kinds:
-            wrong = kinds[0]
-        if wrong is None and not move(links, given):
-            wrong = "enumerate"
-        return None if wrong is None else (walk.where, wrong.removeprefix(_STUCK))
+        stuck = walk.stuck((*kinds, *mine))
+        if not stuck and mine != walk.kinds:
+            stuck = walk.stuck((_STUCK + kinds[0],))
+        if not stuck and not move(links, given):
+            stuck = walk.stuck((_STUCK + "enumerate",))
+        return next(iter(stuck), None)
 
     def restore(self, captured: Sequence[tuple[str, Sequence[str], int]]) -> tuple[str, str] | None:
         """Inverse of :meth:`capture`, except for loops that have given items here. Returns as :meth:`move`."""

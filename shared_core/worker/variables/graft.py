@@ -77,11 +77,19 @@ class Graft:
         rows: descriptions of the other run's objects.
         writer: describes this run's.
         named: objects of this run by the names of variables that held them when its loop began.
+        identities: what ``id()`` of something attached was in the other run, and is here.
     """
 
-    def __init__(self, rows: Iterable[Any], writer: ValueWriter, named: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        rows: Iterable[Any],
+        writer: ValueWriter,
+        named: Mapping[str, Any],
+        identities: Mapping[int, int] | None = None,
+    ) -> None:
         self._rows = {row[0]: row for row in rows if row is not None}
         self._writer, self._named = writer, named
+        self._ids = dict(identities or {})
         self._here: dict[Any, Any] = {}
         self._claimed: dict[int, Any] = {}
         self._filled: dict[Any, Any] = {}
@@ -104,26 +112,41 @@ class Graft:
                 todo.extend((each, old[i] if fits else MISSING, f"{path}[{i}]") for i, each in enumerate(new))
             elif type(new) in _PLAIN and id(new) not in self._here:
                 self._keep.append(new)
-                if isinstance(new, dict):
-                    self._put_identities(new, old, path)
+                if not isinstance(new, list):
+                    self._know_identities(new, old if type(old) is type(new) else (), path)
                 if type(old) is type(new) and self._claim(id(new), old):
-                    todo.extend(reversed(list(_pairs(new, old, path))))
+                    todo.extend(reversed(list(self._pairs(new, old, path))))
                 else:
                     self._here[id(new)] = MISSING
-                    todo.extend(reversed(list(_pairs(new, MISSING, path))))
+                    todo.extend(reversed(list(self._pairs(new, MISSING, path))))
 
-    def _put_identities(self, new: dict[Any, Any], old: Any, path: str) -> None:
-        """Keys that are ``id()`` of something there become those of the same places here."""
-        theirs = [key for key in new if _is_identity(key)]
-        mine = [key for key in old if _is_identity(key)] if type(old) is dict else []
+    def _know_identities(self, new: Iterable[Any], old: Iterable[Any], path: str) -> None:
+        """Keys that are ``id()`` of something not attached stand for those of the same places in a dictionary here."""
+        theirs = [key for key in new if _is_identity(key) and key not in self._ids]
         if not theirs:
             return
-        if len(theirs) != len(mine):
-            self._differ(path, f"a dictionary with {len(theirs)} keys that id() gives", old)
-            return
-        here, items = dict(zip(theirs, mine, strict=True)), list(new.items())
-        new.clear()
-        new.update((here.get(key, key), value) for key, value in items)
+        known = set(self._ids.values())
+        mine = [key for key in old if _is_identity(key) and key not in known] if isinstance(old, dict) else []
+        if len(theirs) == len(mine):
+            self._ids.update(zip(theirs, mine, strict=True))
+        else:
+            self._differ(path, f"a container with {len(theirs)} numbers that id() gives of what is not attached", old)
+
+    def _pairs(self, new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
+        if isinstance(new, dict):
+            for key, value in new.items():
+                simple = not isinstance(key, (Numbered, tuple, frozenset))
+                mine = old.get(self._ids.get(key, key), MISSING) if old is not MISSING and simple else MISSING
+                yield value, mine, _below(path, key)
+                if not simple:
+                    yield key, MISSING, f"{path} (a key)"
+        elif isinstance(new, list):
+            for i, value in enumerate(new):
+                if not isinstance(value, (int, float, str, type(None))):
+                    yield value, old[i] if old is not MISSING and i < len(old) else MISSING, f"{path}[{i}]"
+        else:
+            for value in new:
+                yield value, MISSING, f"{path} (an element)"
 
     def _claim(self, key: Any, old: Any) -> bool:
         """Let ``old`` stand for this object; False if it already stands for another."""
@@ -160,7 +183,10 @@ class Graft:
             self._here[new] = MISSING
             self._check_can_be_made(kind, cls, parts, path)
         here = self._here[new]
-        theirs = _children(kind, parts)
+        if kind in ("dict", "set"):
+            keys = [key for key, _ in parts[0]] if kind == "dict" else parts[0]
+            self._know_identities(keys, () if here is MISSING else here, path)
+        theirs = {self._ids.get(key, key): value for key, value in _children(kind, parts).items()}
         mine = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
         for key, value in theirs.items():
             yield value, MISSING if mine is MISSING else mine.get(key, MISSING), _below(path, key)
@@ -231,6 +257,8 @@ class Graft:
             return self._filled[new]
         if type(new) is tuple:
             return tuple(self.value(each) for each in new)
+        if type(new) is int:
+            return self._ids.get(new, new)
         if type(new) is frozenset:
             return frozenset(self.value(each) for each in new)
         if type(new) not in _PLAIN:
@@ -265,7 +293,9 @@ class Graft:
             self._filled[new] = partial
             partial.__setstate__(tuple(self.value(each) for each in parts))
         elif kind in ("tensor", "ndarray"):
-            self._filled[new] = self._restored(kind, cls, parts, here)
+            self._filled[new] = made = self._restored(kind, cls, parts, here)
+            if kind == "tensor" and made is not MISSING:
+                self._set_own(made, parts[-1])
         elif kind == "random":
             set_generator_state(here, self.value(parts[0]))
             self._filled[new] = here
@@ -336,6 +366,8 @@ class Graft:
         how = parts[0]
         if how == "same":
             return here
+        if how == "sparse":
+            return self._sparse(parts, here)
         if kind == "ndarray":
             if how == "objects":
                 made = np.empty(len(parts[3]), object)
@@ -350,7 +382,7 @@ class Graft:
                 here[...] = made
             self._writer.put_back(here)
             return here
-        _, dtype, shape, device, data, gradient = parts
+        _, dtype, shape, device, data, gradient, _ = parts
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         value = raw.view(dtype_named(dtype)).view(shape) if data else torch.empty(shape, dtype=dtype_named(dtype))
         value = value.to(device)
@@ -368,6 +400,30 @@ class Graft:
                 here.requires_grad_(bool(gradient))
         self._writer.put_back(here)
         return here
+
+    def _sparse(self, parts: list[Any], here: Any) -> torch.Tensor:
+        _, _, shape, device, (layout, coalesced, held), gradient, _ = parts
+        *indices, values = (self.value(each).to(device) for each in held)
+        if layout == "sparse_coo":
+            made = torch.sparse_coo_tensor(*indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+        else:
+            kind = getattr(torch, layout)
+            made = torch.sparse_compressed_tensor(*indices, values, shape, layout=kind, check_invariants=False)
+        if here is not MISSING and here.layout is made.layout is torch.sparse_coo and here.is_leaf:
+            with torch.no_grad():
+                here.copy_(made)._coalesced_(coalesced)
+            made = here
+        self._writer.put_back(made)
+        return made.requires_grad_(gradient == 1)
+
+    def _set_own(self, made: Any, own: dict[str, Any]) -> None:
+        """Gradient and attributes of a tensor."""
+        values = {name: self.value(value) for name, value in own.items()}
+        if made.is_leaf and made.requires_grad:
+            made.grad = values.pop("grad", None)
+        for name in [each for each in made.__dict__ if each not in values and each not in self._writer.ignored]:
+            del made.__dict__[name]
+        made.__dict__.update(values)
 
 
 def _later() -> None:
@@ -398,7 +454,9 @@ class _Shown:
 
 def _fits(kind: str, parts: list[Any], old: Any) -> bool:
     if kind == "tensor":
-        _, dtype, shape, device, _, gradient = parts
+        how, dtype, shape, device, held, gradient, _ = parts
+        if (how == "sparse") is not (old.layout is not torch.strided) and how != "same":
+            return False
         alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and str(old.device) == device
         return alike and gradient != 2 and old.grad_fn is None
     if kind == "ndarray":
@@ -438,6 +496,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
         return dict(zip(_OF_PARTIALS, parts, strict=True))
     if kind == "ndarray" and parts[0] == "objects":
         return {0: parts[3]}
+    if kind == "tensor":
+        return {f".{name}": value for name, value in parts[-1].items()}
     return {}
 
 
@@ -467,6 +527,9 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
         return {".source": iterator_state(here)[0]}
     if kind == "partial":
         return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
+    if kind == "tensor":
+        own = dict(here.__dict__, grad=here.grad) if here.is_leaf else here.__dict__
+        return {f".{name}": value for name, value in own.items() if value is not None}
     return {}
 
 
@@ -477,22 +540,6 @@ def _is_identity(key: Any) -> bool:
 
 def _key(key: Any) -> Any:
     return key if isinstance(key, (str, int, float, bytes, bool, type(None))) else ("no", id(key))
-
-
-def _pairs(new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
-    if isinstance(new, dict):
-        for key, value in new.items():
-            simple = not isinstance(key, (Numbered, tuple, frozenset))
-            yield value, old.get(key, MISSING) if old is not MISSING and simple else MISSING, _below(path, key)
-            if not simple:
-                yield key, MISSING, f"{path} (a key)"
-    elif isinstance(new, list):
-        for i, value in enumerate(new):
-            if not isinstance(value, (int, float, str, type(None))):
-                yield value, old[i] if old is not MISSING and i < len(old) else MISSING, f"{path}[{i}]"
-    else:
-        for value in new:
-            yield value, MISSING, f"{path} (an element)"
 
 
 def _below(path: str, key: Any) -> str:

@@ -84,7 +84,6 @@ IGNORED = (
     threading.Condition,
     type(threading.Lock()),
     type(threading.RLock()),
-    threading.local,
     re.Pattern,
     weakref.ReferenceType,
     memoryview,
@@ -216,6 +215,8 @@ def _kind_of(cls: type) -> str:
         return "buffer"
     if issubclass(cls, IGNORED):
         return "ignored"
+    if cls is threading.local:  # of this thread
+        return "object"
     if cls is array.array:
         return "pyarray"
     if issubclass(cls, SynchronizedBase) or _is_number_of_c(cls):

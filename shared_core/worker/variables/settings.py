@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import decimal
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,9 +12,22 @@ import numpy as np
 import torch
 
 
+#: Choices between kernels, on CPUs too: how one is read, and how it is set.
+_KERNELS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    "math": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "mkldnn": (lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags),
+    "denormal": (lambda: _SMALLEST * _ONE == 0.0, torch.set_flush_denormal),
+}
+#: Flushed to zero where torch flushes such numbers; nothing else tells.
+_SMALLEST, _ONE = 5e-324, 1.0
+
+
 def read_settings() -> dict[str, Any]:
-    """As plain data: torch's default type, choice of algorithms and number of threads, NumPy's errors, the precision of
-    ``decimal``, the working folder.
+    """As plain data: torch's default type, choice of algorithms and kernels and number of threads, NumPy's errors, the
+    precision of ``decimal``, the working folder.
     """
     context, folder = decimal.getcontext(), ""
     with suppress(OSError):  # it has been removed
@@ -26,6 +39,7 @@ def read_settings() -> dict[str, Any]:
         "numpy": dict(np.geterr()),
         "decimal": (context.prec, context.rounding),
         "folder": folder,
+        "kernels": {name: read() for name, (read, _) in _KERNELS.items()},
     }
 
 
@@ -38,6 +52,9 @@ def put_settings(found: Mapping[str, Any]) -> None:
         torch.set_deterministic_debug_mode(found["deterministic"])
     if found["threads"] != here["threads"]:
         torch.set_num_threads(found["threads"])
+    for name, value in found["kernels"].items():
+        if value != here["kernels"][name]:
+            _KERNELS[name][1](value)
     np.seterr(**found["numpy"])
     context = decimal.getcontext()
     context.prec, context.rounding = found["decimal"]

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,9 +23,10 @@ from shared_core.errors import RecoveryFailed
 from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
+from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import is_of_library, kind_of
-from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again
+from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, script_frames
 from shared_core.worker.variables.settings import put_settings, read_settings
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -43,9 +45,15 @@ OFF = "SWIFT_TEST_NO_VARIABLES"
 #: The user is told what captures cost when so many have taken longer than this, in seconds.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 #: So many iterators of C that a framework draws from are remembered.
 _SOURCES = 16
 
+
+_STALE = (
+    "rank {}: the expression at {2} has read `{1}` before it asks for a batch, and in the replacement that was another "
+    "value. Ask for the batch first, in a statement of its own"
+)
 
 #: Whose variables a worker puts back: those of its failed worker; those in a checkpoint of an earlier start of the
 #: script; those of another rank, at another place.
@@ -151,6 +159,9 @@ class Variables:
         self._sources: dict[int, Any] = {}
         #: What is attached and its parts, by names that are the same in a replacement.
         self._parts: dict[str, Any] = {}
+        #: Parameters and buffers among these, and what ``id()`` is for all of them.
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._identities = b""
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
         self._untold = _Untold(None, "same")
@@ -257,6 +268,8 @@ class Variables:
                 self.tell(f"optimizer {number}", optimizer, _of_every_optimizer())
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
+        self._tensors = [(name, each) for name, each in self._parts.items() if type(each) in _PLAIN_TENSORS]
+        self._identities = array("Q", map(id, self._parts.values())).tobytes()
         bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
         self._writer.memory.attach({str(number): each for number, each in enumerate(bare)}, optimizers)
 
@@ -271,6 +284,7 @@ class Variables:
         if self._held is not None:
             return self._held[0]
         begun = time.thread_time()
+        self._tell_tensors(name for name, each in self._tensors if each.__dict__)
         scopes = self._find(sys._getframe(1))
         self._writer.memory.refresh()
         now = self._write(scopes)
@@ -286,7 +300,21 @@ class Variables:
             if self._first is None:
                 self._first = digests(*read_own(now))
         data = self.data_sets.changed() if boundary else {}
-        return {"now": now, "first": self._first, "data": data, "settings": read_settings()}
+        return {
+            "now": now,
+            "first": self._first,
+            "data": data,
+            "settings": read_settings(),
+            "identities": self._identities,
+        }
+
+    def _tell_tensors(self, names: Iterable[str]) -> None:
+        """Capture the attributes that the script has given these parameters and buffers."""
+        for name in names:
+            tensor = self._parts.get(name)
+            if name not in self._told and type(tensor) in _PLAIN_TENSORS:
+                self._attached.append(name)
+                self.tell(name, tensor, (each for each in vars(tensor) if each.startswith("_")))
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
@@ -464,7 +492,7 @@ class Variables:
             boundary: this is a step boundary, where what cannot be put back is compared.
 
         Returns:
-            What cannot be put back, for people; then nothing is changed. Empty where all is as it was.
+            What cannot be put back, for people. Empty where all is as it was.
 
         Raises:
             CorruptFile: if it is damaged.
@@ -477,16 +505,18 @@ class Variables:
         begun = None if only is None else {scope for scope, _ in only}
         if origin != "checkpoint":
             only = None
+        self._tell_tensors(scope for scope, kind, *_ in values if kind == "told")
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         missing = [scope for scope, *_ in values if scope not in here]
         if missing and origin != "other" and import_again(missing):
             here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
-        graft = Graft(rows, self._writer, self._named | self._parts | self._writer.memory.named())
+        theirs = array("Q", stored.get("identities", b""))
+        same = len(theirs) == len(self._parts)
+        identities = dict(zip(theirs, map(id, self._parts.values()), strict=True)) if same else {}
+        graft = Graft(rows, self._writer, self._named | self._parts | self._writer.memory.named(), identities)
         todo: list[_Change] = []
         untold = _Untold(graft, origin)
-        if boundary:
-            self._untold = untold
         for scope_name, kind, where, names, theirs in values:
             scope = here.get(scope_name)
             left = self._writer.ignored
@@ -508,11 +538,16 @@ class Variables:
                 graft.differences.append(Difference(scope_name, "there", "not there", where))
         if graft.differences and boundary and origin != "other":
             return self._refusal(graft.differences)
+        unfinished = Unfinished(list(script_frames(sys._getframe(1))) if boundary and origin == "same" else ())
         _fill(graft, todo)
+        if (stale := unfinished.stale()) is not None:
+            return _STALE.format(self._rank, *stale)
         if origin == "same" and "settings" in stored:
             put_settings(stored["settings"])
         if boundary:
             self._first = first
+            # nothing else may keep the objects of both runs alive, such as iterators that the script drops
+            self._untold = untold if untold.scopes else _Untold(None, origin)
         return ""
 
     def _put_told(self, scope: Scope) -> None:
@@ -526,6 +561,8 @@ class Variables:
             self._refuse(self._refusal(graft.differences), origin)
         else:
             _fill(graft, todo)
+        if not self._untold.scopes:
+            self._untold = _Untold(None, origin)
 
     def _name_untold(self) -> None:
         """At a step boundary: refuse if attributes have changed that the framework has not told of again."""

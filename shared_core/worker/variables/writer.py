@@ -400,10 +400,24 @@ def _module(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
 
 
 def _tensor(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
+    return (*_values_of(writer, thing), own_of(writer, thing))
+
+
+def own_of(writer: ValueWriter, thing: torch.Tensor) -> dict[str, Any]:
+    """The gradient of a leaf, and attributes that the script has given a tensor."""
+    own = {k: v for k, v in thing.__dict__.items() if k not in writer.ignored}
+    return {**own, "grad": thing.grad} if thing.is_leaf and thing.requires_grad and thing.grad is not None else own
+
+
+def _values_of(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
     head = (str(thing.dtype).removeprefix("torch."), tuple(thing.shape), str(thing.device))
-    if thing.layout is not torch.strided or thing.is_meta or thing.is_quantized:
+    if thing.is_meta:
         return ("apart", *head, b"", 0)
     gradient = 0 if not thing.requires_grad else 1 if thing.is_leaf else 2
+    if thing.layout in _COMPRESSED:
+        return _sparse(writer, thing, head, gradient)
+    if thing.layout is not torch.strided or thing.is_quantized:
+        raise _DarkError
     if not thing.is_cpu:
         return _on_device(writer, thing, head, gradient)
     dense = thing.detach()
@@ -417,6 +431,27 @@ def _tensor(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
             return ("same", *head, b"", gradient)
         return ("value", *head, pickle.PickleBuffer(data), gradient)
     return ("value", *head, data.tobytes(), gradient)
+
+
+#: Layouts of sparse tensors, and what holds their indices.
+_COMPRESSED: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices,),
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+
+def _sparse(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
+    plain = thing.detach()
+    is_coo = plain.layout is torch.sparse_coo
+    parts = [read(plain) for read in _COMPRESSED[plain.layout]]
+    values = plain._values() if is_coo else plain.values()
+    if values.nbytes > _LARGE and values.is_contiguous() and values.is_cpu:
+        version = (thing._version, values.data_ptr(), *(each.data_ptr() for each in parts))
+        if writer.unchanged(thing, version, memory_of(values)[: values.nbytes]):
+            return ("same", *head, b"", gradient)
+    name = str(plain.layout).removeprefix("torch.")
+    return ("sparse", *head, (name, is_coo and plain.is_coalesced(), [*parts, values]), gradient)
 
 
 def _on_device(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
