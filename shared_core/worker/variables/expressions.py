@@ -1,8 +1,8 @@
 """What the running expressions of a script hold, and no variable shows: values read before a call in the same
 expression, and what a comprehension has collected.
 
-In ``total += step(next(it))`` the old ``total`` has been read when a batch is asked for. A replacement reads it before it
-has the failed worker's variables. So such values are compared, and a difference is refused by name.
+In ``total += step(next(it))`` the old ``total`` has been read when a batch is asked for. A replacement reads it before
+it has the failed worker's variables. So such values are compared, and a difference is refused by name.
 """
 
 from __future__ import annotations
@@ -13,20 +13,31 @@ import functools
 import linecache
 import types
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
-_BOUND = (types.MethodType, types.BuiltinMethodType)
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+#: Expressions that are code of their own, by its name.
+_WHOLE: dict[str, type[ast.AST]] = {
+    "<listcomp>": ast.ListComp,
+    "<setcomp>": ast.SetComp,
+    "<dictcomp>": ast.DictComp,
+    "<genexpr>": ast.GeneratorExp,
+    "<lambda>": ast.Lambda,
+}
 #: Stands for what cannot be read without running code of the script.
 _UNKNOWN = object()
 
 
 @functools.lru_cache(maxsize=512)
 def way_to(code: types.CodeType, last: int) -> tuple[ast.AST, ...]:
-    """The running instruction's node in the source, and all around it up to the statement, the innermost first. Empty
-    where the source is not known. ``last`` is ``f_lasti`` of the frame.
+    """The running instruction's node in the source, and all around it up to the statement, or to the expression whose
+    code this is; the innermost first. Empty where the source is not known. ``last`` is ``f_lasti`` of the frame.
     """
     line, end_line, column, end_column = next(_positions(code, last), (None,) * 4)
     if None in (line, end_line, column, end_column):
@@ -36,9 +47,12 @@ def way_to(code: types.CodeType, last: int) -> tuple[ast.AST, ...]:
     if found is None:  # a call of a method begins at its name there
         found = at.get((end_line, end_column))
     way: list[ast.AST] = []
+    whole = _WHOLE.get(code.co_name, ast.stmt)
     while found is not None:
+        outside = len(way) > 1 and isinstance(way[-1], ast.comprehension) and way[-2] is way[-1].iter
         way.append(found)
-        found = around.get(found) if not isinstance(found, ast.stmt) else None
+        ends = isinstance(found, ast.stmt) or (isinstance(found, whole) and not outside)
+        found = None if ends else around.get(found)
     return tuple(way)
 
 
@@ -136,10 +150,7 @@ def _value(node: ast.expr, frame: types.FrameType) -> Any:
                 return space[node.id]
     elif isinstance(node, ast.Attribute):
         to = _value(node.value, frame)
-        if to is _UNKNOWN:
-            return to
-        own = getattr(to, "__dict__", {})
-        return own[node.attr] if node.attr in own else _of_type(to, node.attr)
+        return to if to is _UNKNOWN else _attribute(to, node.attr)
     elif isinstance(node, ast.Subscript):
         to, key = _value(node.value, frame), _value(node.slice, frame)
         if isinstance(to, dict) and isinstance(key, _ATOMS):
@@ -149,11 +160,20 @@ def _value(node: ast.expr, frame: types.FrameType) -> Any:
     return _UNKNOWN
 
 
-def _of_type(to: Any, name: str) -> Any:
+def _attribute(to: Any, name: str) -> Any:
     """A method stands for its object."""
-    found = next((vars(each)[name] for each in type(to).__mro__ if name in vars(each)), _UNKNOWN)
-    is_code = isinstance(found, (types.FunctionType, types.MethodDescriptorType, classmethod, staticmethod))
-    return to if is_code else _UNKNOWN
+    own = getattr(to, "__dict__", {})
+    for space in (own, *(own.get(each, {}) for each in _OF_MODULES if isinstance(to, nn.Module))):
+        if name in space:
+            return space[name]
+    bases = (to if isinstance(to, type) else type(to)).__mro__
+    found = next((vars(each)[name] for each in bases if name in vars(each)), _UNKNOWN)
+    if isinstance(found, types.MemberDescriptorType):
+        with suppress(AttributeError):
+            return found.__get__(to)
+    if isinstance(found, (types.FunctionType, types.MethodDescriptorType, classmethod, staticmethod)):
+        return to
+    return _UNKNOWN if hasattr(type(found), "__get__") else found
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 #: Choices between kernels, on CPUs too: how one is read, and how it is set.
 _KERNELS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
