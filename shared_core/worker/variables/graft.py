@@ -34,6 +34,7 @@ from shared_core.worker.variables.writer import (
     ValueWriter,
     attributes_of,
     iterator_state,
+    owner_of,
     state_of,
 )
 
@@ -94,6 +95,7 @@ class Graft:
         self._claimed: dict[int, Any] = {}
         self._filled: dict[Any, Any] = {}
         self._keep: list[Any] = []
+        self._owners: list[tuple[Any, Any, str]] = []
         self._whole = ""
         self.differences: list[Difference] = []
 
@@ -119,6 +121,11 @@ class Graft:
                 else:
                     self._here[id(new)] = MISSING
                     todo.extend(reversed(list(self._pairs(new, MISSING, path))))
+
+    def match_owners(self) -> None:
+        """Call after all :meth:`match`: what only parts of it are held by variables."""
+        while self._owners:
+            self.match(*self._owners.pop(0))
 
     def _know_identities(self, new: Iterable[Any], old: Iterable[Any], path: str) -> None:
         """Keys that are ``id()`` of something not attached stand for those of the same places in a dictionary here."""
@@ -183,6 +190,9 @@ class Graft:
             self._here[new] = MISSING
             self._check_can_be_made(kind, cls, parts, path)
         here = self._here[new]
+        if kind in ("tensor", "ndarray") and parts[0] == "part":
+            # A variable that holds the owner says which one it is here; if none does, the part that is here.
+            self._owners.append((parts[_PART_OF[kind]][0], _owner(old) if same else MISSING, path))
         if kind in ("dict", "set"):
             keys = [key for key, _ in parts[0]] if kind == "dict" else parts[0]
             self._know_identities(keys, () if here is MISSING else here, path)
@@ -368,6 +378,8 @@ class Graft:
             return here
         if how == "sparse":
             return self._sparse(parts, here)
+        if how == "part":
+            return self._part(kind, parts, here)
         if kind == "ndarray":
             if how == "objects":
                 made = np.empty(len(parts[3]), object)
@@ -400,6 +412,19 @@ class Graft:
                 here.requires_grad_(bool(gradient))
         self._writer.put_back(here)
         return here
+
+    def _part(self, kind: str, parts: list[Any], here: Any) -> Any:
+        """Of a tensor or array that is put back itself: what is here, if it shows that."""
+        owner, offset, stride = parts[_PART_OF[kind]]
+        owner, shape = self.value(owner), tuple(parts[2])
+        made: Any
+        if kind == "tensor":
+            made = owner.as_strided(shape, tuple(stride), offset)
+            shown = here is not MISSING and (here.data_ptr(), here.shape, here.stride())
+            return here if shown == (made.data_ptr(), made.shape, made.stride()) else made
+        made = np.ndarray(shape, np.dtype(parts[1]), owner, offset, tuple(stride))
+        shown = here is not MISSING and (here.ctypes.data, here.shape, here.strides)
+        return here if shown == (made.ctypes.data, made.shape, made.strides) else made
 
     def _sparse(self, parts: list[Any], here: Any) -> torch.Tensor:
         _, _, shape, device, (layout, coalesced, held), gradient, _ = parts
@@ -452,15 +477,27 @@ class _Shown:
         self.value = value
 
 
+#: Where the description of a part tells of its owner.
+_PART_OF = {"tensor": 4, "ndarray": 3}
+
+
+def _owner(part: Any) -> Any:
+    found = owner_of(part)
+    return MISSING if found is None else found
+
+
 def _fits(kind: str, parts: list[Any], old: Any) -> bool:
     if kind == "tensor":
         how, dtype, shape, device, held, gradient, _ = parts
+        if how not in ("same", "part") and old._is_view():  # to fill it would change what it is a part of
+            return False
         if (how == "sparse") is not (old.layout is not torch.strided) and how != "same":
             return False
         alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and str(old.device) == device
         return alike and gradient != 2 and old.grad_fn is None
     if kind == "ndarray":
-        return bool(old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2]))
+        alike = old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2])
+        return bool(alike and (parts[0] in ("same", "part") or owner_of(old) is None))
     if kind == "pyarray":
         return bool(old.typecode == parts[0])
     if kind == "memory":

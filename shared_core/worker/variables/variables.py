@@ -51,7 +51,7 @@ _SOURCES = 16
 
 
 _STALE = (
-    "rank {}: the expression at {2} has read `{1}` before it asks for a batch, and in the replacement that was another "
+    "rank {0}: the expression at {2} has read `{1}` before it asks for a batch, and in the replacement that was another "
     "value. Ask for the batch first, in a statement of its own"
 )
 
@@ -329,6 +329,8 @@ class Variables:
 
     def _write(self, scopes: list[Scope]) -> bytes:
         try:
+            if self._writer.begins:  # a part of a tensor may be found before the variable that holds the whole
+                self._writer.write([self._row(scope) for scope in scopes])
             return self._writer.write([self._row(scope) for scope in scopes])
         except Exception:  # too large, or what holds a value that cannot be written
             self._single_out(scopes)
@@ -536,6 +538,7 @@ class Variables:
                 return _elsewhere(self._rank, scope_name, where)
             elif kind != "told" and wanted:
                 graft.differences.append(Difference(scope_name, "there", "not there", where))
+        graft.match_owners()
         if graft.differences and boundary and origin != "other":
             return self._refusal(graft.differences)
         unfinished = Unfinished(list(script_frames(sys._getframe(1))) if boundary and origin == "same" else ())
@@ -557,6 +560,7 @@ class Variables:
         assert graft is not None  # else nothing was restored, and nothing is untold
         graft.differences.clear()
         todo = _match(graft, scope, scope.where, wanted)
+        graft.match_owners()
         if graft.differences and origin != "other":
             self._refuse(self._refusal(graft.differences), origin)
         else:

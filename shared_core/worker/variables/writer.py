@@ -218,6 +218,8 @@ class ValueWriter:
         #: Bytes of the largest array of which only a part is looked at each time.
         self.partly = 0
         self._followed: dict[int, _Followed] = {}
+        #: Tensors and arrays that were written before, by identity.
+        self._owners: dict[int, weakref.ref[Any]] = {}
         self._lists: dict[int, tuple[list[Any], dict[int, int], Iterator[int]]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
         self._digests: dict[int, tuple[Any, int | None, LookCost]] = {}
@@ -249,6 +251,20 @@ class ValueWriter:
             if len(data) > _WHOLE and version is None:
                 self.partly = max(self.partly, len(data))
         return known.is_same(version, data)
+
+    def has_written(self, thing: Any) -> None:
+        known = self._owners.get(id(thing))
+        if known is None or known() is not thing:
+            if len(self._owners) > _REMEMBERED:
+                self._owners = {k: each for k, each in self._owners.items() if each() is not None}
+            self._owners[id(thing)] = weakref.ref(thing)
+
+    def shows_whole(self, part: Any, owner: Any) -> bool:
+        """Whether what a tensor or array is a part of is written with it: it is small, or was written before, as a
+        variable holds it.
+        """
+        known = self._owners.get(id(owner))
+        return (known is not None and known() is owner) or owner.nbytes <= max(_LARGE, 2 * part.nbytes)
 
     def same_list(self, items: list[Any]) -> bool:
         """Whether a long list is as at the first look. Each call compares ``_ROWS`` elements, in turn."""
@@ -334,6 +350,8 @@ class _Values(_Pickler):
             kind = "fixed"
         elif kind == "optimizer":
             kind = "object" if self._writer.optimizers else "fixed"
+        if kind in ("tensor", "ndarray"):
+            self._writer.has_written(obj)
         self._count += 1
         self._todo.append((self._count, kind, obj, self._of_data or isinstance(obj, _DATA)))
         return _numbered, (self._count,)
@@ -420,6 +438,8 @@ def _values_of(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
         raise _DarkError
     if not thing.is_cpu:
         return _on_device(writer, thing, head, gradient)
+    if gradient == 0 and (base := owner_of(thing)) is not None and writer.shows_whole(thing, base):
+        return ("part", *head, (base, thing.storage_offset(), thing.stride()), gradient)
     dense = thing.detach()
     if not dense.is_contiguous() or dense.is_conj() or dense.is_neg():
         dense = dense.contiguous().resolve_conj().resolve_neg()
@@ -431,6 +451,16 @@ def _values_of(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
             return ("same", *head, b"", gradient)
         return ("value", *head, pickle.PickleBuffer(data), gradient)
     return ("value", *head, data.tobytes(), gradient)
+
+
+def owner_of(thing: Any) -> Any:
+    """The tensor or array of which this one is a part; None if it has its own memory, or may not be written to."""
+    if isinstance(thing, torch.Tensor):
+        base = thing._base if thing._is_view() else None
+        plain = base is not None and type(base) in (torch.Tensor, nn.Buffer) and base.layout is torch.strided
+        return base if plain and base.dtype == thing.dtype and not base.requires_grad else None
+    base = thing.base
+    return base if type(base) is np.ndarray and base.flags.c_contiguous and base.flags.writeable else None
 
 
 #: Layouts of sparse tensors, and what holds their indices.
@@ -473,6 +503,8 @@ def _ndarray(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     if thing.dtype == object:
         return ("objects", "O", thing.shape, thing.ravel().tolist())
     head = (array_kind(thing.dtype.str).str, thing.shape)
+    if (base := owner_of(thing)) is not None and base.dtype == thing.dtype and writer.shows_whole(thing, base):
+        return ("part", *head, (base, thing.ctypes.data - base.ctypes.data, thing.strides))
     if thing.nbytes > _LARGE:
         dense: Any = np.ascontiguousarray(thing).reshape(-1).view(np.uint8)
         if not thing.flags.writeable or writer.unchanged(thing, None, memoryview(dense)):
