@@ -19,6 +19,8 @@ CASES: dict[str, list[Fault]] = {
     "order": [Fault(1, 16, "bucket", "SIGKILL")],
     "late": [Fault(1, 19, "bucket", "SIGKILL"), Fault(0, 30, "forward", "SIGKILL")],
     "left": [Fault(0, 19, "forward", "SIGKILL")],
+    "places": [Fault(1, 8, "forward", "SIGKILL"), Fault(0, 27, "update.before", "SIGKILL")],
+    "parts": [Fault(0, 6, "forward", "SIGKILL"), Fault(1, 19, "bucket", "SIGKILL")],
 }
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -51,8 +52,8 @@ _SOURCES = 16
 
 
 _STALE = (
-    "rank {0}: the expression at {2} has read `{1}` before it asks for a batch, and in the replacement that was another "
-    "value. Ask for the batch first, in a statement of its own"
+    "rank {0}: the expression at {2} has read `{1}` before it asks for a batch, and in the replacement that was "
+    "another value. Ask for the batch first, in a statement of its own"
 )
 
 #: Whose variables a worker puts back: those of its failed worker; those in a checkpoint of an earlier start of the
@@ -330,7 +331,9 @@ class Variables:
     def _write(self, scopes: list[Scope]) -> bytes:
         try:
             if self._writer.begins:  # a part of a tensor may be found before the variable that holds the whole
-                self._writer.write([self._row(scope) for scope in scopes])
+                for each in (value for scope in scopes for value in scope.values):
+                    if isinstance(each, (torch.Tensor, np.ndarray)):
+                        self._writer.has_written(each)
             return self._writer.write([self._row(scope) for scope in scopes])
         except Exception:  # too large, or what holds a value that cannot be written
             self._single_out(scopes)
