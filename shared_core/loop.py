@@ -30,7 +30,7 @@ from shared_core.sharing import SharedStep, StepSharing, shared_steps
 from shared_core.untrained import TrainedUse, UntrainedUse
 from shared_core.worker import link
 from shared_core.worker.sharded.own import Owner
-from shared_core.worker.variables.around import Walks, is_bare
+from shared_core.worker.variables.around import Place, Walks, is_bare, places
 from shared_core.worker.variables.kinds import OURS, count_as_script
 from shared_core.worker.variables.variables import Variables
 
@@ -86,7 +86,8 @@ _INFERENCE = (
 _AROUND = "the loop at {} goes through {}, whose place cannot be given to another process"
 _GIVE = (
     "Use the numbers that epochs() and steps() give, put what picks or joins batches inside, as in "
-    "job.steps(zip(loader, other)), and train in a for statement"
+    "job.steps(zip(loader, other)), and train in a for statement; to take batches with next(), count in a variable "
+    "(while k < n)"
 )
 
 
@@ -335,11 +336,14 @@ class TrainingLoop:
         """
         own: list[Callable[[], Any]] = []
         self._hear(sys._getframe(1))
-        steps = self._steps(loader, own, is_bare(sys._getframe(1)))
+        bare = is_bare(sys._getframe(1))
+        steps = self._steps(loader, own, bare, () if bare or self.job is None else places(sys._getframe(1)))
         own.append(weakref.ref(steps))
         return steps
 
-    def _steps(self, loader: Any, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[tuple[int, Any]]:
+    def _steps(
+        self, loader: Any, own: Sequence[Callable[[], Any]], bare: bool, made: Sequence[Place]
+    ) -> Iterator[tuple[int, Any]]:
         if self.job is None:
             for index, batch in enumerate(loader):
                 yield index, batch
@@ -355,7 +359,7 @@ class TrainingLoop:
         if outer:
             self._activate(begun.position)
         entered = expected = False
-        self._walk(own[0](), bare=bare)
+        self._walk(own[0](), bare=bare, made=made)
         try:
             while True:
                 if not entered and not self._joining:
@@ -562,10 +566,11 @@ class TrainingLoop:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
 
-    def _walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
+    def _walk(self, thing: Any, what: str = "steps", *, bare: bool = False, made: Sequence[Place] = ()) -> None:
         """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
         if self.job is not None and not self._replays:
-            self._walks.begin(thing, what, bare=bare, first=what == "epochs" or self._round <= 1)
+            first = what == "epochs" or self._round <= 1
+            self._walks.begin(thing, what, bare=bare, first=first, made=made)
 
     def _gave(self, thing: Any) -> None:
         self._walks.gave(thing)

@@ -15,7 +15,7 @@ import shared_core
 from tests.support.digest import digest, training_digest
 from tests.support.report import Report, end_group, generators_digest
 
-WAYS = "list sum generator map added attribute equal epochs loaders".split()
+WAYS = "list sum generator map added attribute equal epochs loaders counted while".split()
 
 
 class Sums:
@@ -61,7 +61,17 @@ def train() -> dist.ProcessGroup:
         rows = [epoch(loader) for _ in job.epochs(3)]
     for number in job.epochs(3) if way != "epochs" else ():
         steps = job.steps(loader)
-        if way == "list":
+        if way == "counted":
+            for _ in range(15):
+                item = next(steps)
+                total += update(item)
+        elif way == "while":
+            count = 0
+            while count < 15:
+                item = next(steps)
+                total += update(item)
+                count += 1
+        elif way == "list":
             rows.append([update(item) for item in steps])
         elif way == "sum":
             rows.append(sum(update(item) for item in steps))
@@ -70,10 +80,12 @@ def train() -> dist.ProcessGroup:
         elif way == "map":
             rows.append(list(map(update, steps)))
         elif way == "added":
-            for _ in range(len(loader)):
+            while len(rows) < 20 * (number + 1):
+                rows.append(number)
                 total += update(next(steps))
         elif way == "attribute":
-            for _ in range(len(loader)):
+            while len(rows) < 20 * (number + 1):
+                rows.append(number)
                 sums.loss = sums.loss + update(next(steps))
         elif way == "loaders":
             rows.append([epoch(each) for each in (loader, loader)])

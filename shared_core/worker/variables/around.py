@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.expressions import collects, way_to
+from shared_core.worker.variables.expressions import collects, loops_around, way_to
 from shared_core.worker.variables.kinds import LIBRARIES, OURS, kind_of, root_of
-from shared_core.worker.variables.scopes import is_script
+from shared_core.worker.variables.scopes import is_script, script_frames
 
 _MOST = 12
 _MEMORY: tuple[Any, ...] = ([], (), range(0), "", b"", {}, set())
@@ -112,7 +112,7 @@ def _outer(thing: Any, known: Sequence[Any]) -> Any:
 
 # -- what collects items ----------------------------------------------------------------------------------------------
 
-_COMPREHENSION = "a comprehension"
+_COMPREHENSION, _FOR = "a comprehension", "a for statement that counts for itself"
 #: Functions that ask for one item and keep nothing.
 _ONE = frozenset({"next", "__next__", "send"})
 
@@ -154,6 +154,23 @@ def _collecting(frame: types.FrameType) -> str:
         return ""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     return "" if name in _ONE else f"{ast.unparse(call.func)}()"
+
+
+#: A place in running code: what is in ``f_code`` and ``f_lasti`` of a frame.
+Place = tuple[types.CodeType, int]
+
+
+def places(frame: types.FrameType | None) -> list[Place]:
+    """Where the script is: in all its running functions, from ``frame`` outward."""
+    return [(each.f_code, each.f_lasti) for each in script_frames(frame)]
+
+
+def counts_for_itself(frame: types.FrameType | None, made: Sequence[Place]) -> bool:
+    """Whether a ``for`` statement asks several times for an item of what was ``made`` before it. Its place is on the
+    interpreter's stack: a replacement would go through it from its beginning.
+    """
+    before = frozenset().union(*(loops_around(*each) for each in made))
+    return any(not loops_around(*each) <= before for each in places(frame))
 
 
 # -- what can be moved ------------------------------------------------------------------------------------------------
@@ -242,10 +259,14 @@ class _Walk:
         #: See :func:`collectors`; ``begun``: it had collected something when the loop began.
         self.collectors: list[str] = []
         self.begun = False
+        #: Where it was made, if not where it is iterated; see :func:`counts_for_itself`.
+        self.made: Sequence[Place] = ()
+        self.counts = False
 
     def stuck(self, kinds: Sequence[str]) -> list[tuple[str, str]]:
         """(place in the script, what) of all that cannot be moved in a replacement."""
-        names = [f"{each.removeprefix(_STUCK)}()" for each in kinds if each.startswith(_STUCK)]
+        names = [each.removeprefix(_STUCK) for each in kinds if each.startswith(_STUCK)]
+        names = [each if each == _FOR else f"{each}()" for each in names]
         return [(self.where, each) for each in (*self.collectors, *names)]
 
 
@@ -257,15 +278,18 @@ class Walks:
         self._known: dict[tuple[types.CodeType, int], list[str]] = {}
         self._walks: list[_Walk] = []
 
-    def begin(self, thing: Any, what: str, *, bare: bool = False, first: bool = True) -> None:
+    def begin(
+        self, thing: Any, what: str, *, bare: bool = False, first: bool = True, made: Sequence[Place] = ()
+    ) -> None:
         """``thing`` calls this itself when a loop asks it for its first item. ``what`` is a word for it; ``bare``:
-        see :func:`is_bare`; ``first``: no loop inside the outer one has ended before.
+        see :func:`is_bare`; ``first``: no loop inside the outer one has ended before; ``made``: where ``thing`` was.
         """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not is_script(frame.f_code, frame.f_globals):
             frame = frame.f_back
         self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
         walk = _Walk(thing, frame, what)
+        walk.made = made
         outer = next((each.key[0] for each in self._walks if each.key is not None), None)
         walk.collectors = list(collectors(sys._getframe(1)))
         if not (first or walk.collectors):
@@ -285,11 +309,20 @@ class Walks:
 
     def capture(self) -> list[tuple[str, list[str], int]]:
         """(word, what is around it, items given) of each loop, from the outermost inward."""
-        return [(each.what, self._look(each), each.given) for each in self._walks if each.ref() is not None]
+        for each in self._walks:
+            if each.made and getattr(each.ref(), "gi_running", False):  # it is asked now
+                each.counts = counts_for_itself(sys._getframe(1), each.made)
+        return [
+            (each.what, self._look(each) + [_STUCK + _FOR] * each.counts, each.given)
+            for each in self._walks
+            if each.ref() is not None
+        ]
 
     def stuck(self) -> list[tuple[str, str]]:
         """(place in the script, what) of all that cannot be moved in a replacement."""
-        return [found for each in self._walks for found in each.stuck(each.kinds or ())]
+        return [
+            found for each in self._walks for found in each.stuck([*(each.kinds or ()), *[_STUCK + _FOR] * each.counts])
+        ]
 
     def look(self, thing: Any) -> None:
         """Find what is around ``thing``. Call while it is being asked for an item."""
@@ -304,7 +337,7 @@ class Walks:
         walk = next((each for each in self._walks if each.ref() is thing), None)
         if walk is None:
             return None
-        walk.kinds, walk.given = list(kinds), given
+        walk.kinds, walk.given = [each for each in kinds if each != _STUCK + _FOR], given
         if walk.collectors and (given or walk.begun):
             return walk.stuck(())[0]
         if not kinds or not given:

@@ -80,6 +80,19 @@ def _nodes(file: str) -> tuple[dict[Any, ast.AST], dict[ast.AST, ast.AST]]:
     return at, around
 
 
+@functools.lru_cache(maxsize=512)
+def loops_around(code: types.CodeType, last: int) -> frozenset[ast.AST]:
+    """``for`` statements of a function that run the running instruction in their bodies."""
+    way = way_to(code, last)
+    inner, around, found = way[-1] if way else None, _nodes(code.co_filename)[1], set()
+    while inner is not None and not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        outer = around.get(inner)
+        if isinstance(outer, (ast.For, ast.AsyncFor)) and any(each is inner for each in outer.body):
+            found.add(outer)
+        inner = outer
+    return frozenset(found)
+
+
 def collects(code: types.CodeType, last: int) -> bool:
     """Whether the running instruction is in the items of a comprehension, other than a generator expression."""
     way = way_to(code, last)

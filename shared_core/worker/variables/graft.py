@@ -43,6 +43,7 @@ _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", 
 _PLAIN = (list, dict, set)
 _STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
+_LARGEST_TABLE = 1 << 22
 
 
 class _Missing:
@@ -343,6 +344,8 @@ class Graft:
                 items = [self.value(each) for each in parts[0]]
                 base.clear(made)
                 (set.update if kind == "set" else base.extend)(made, items)
+                if type(made) is set:
+                    _put_in_order(made, items)
         self._set_attributes(made, attributes, kind)
 
     def _set_attributes(self, made: Any, attributes: Mapping[str, Any], kind: str) -> None:
@@ -624,6 +627,21 @@ def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
     if issubclass(made, dict):
         base = next(each for each in made.__mro__ if "__new__" in each.__dict__)
     return base.__new__(made)
+
+
+def _put_in_order(made: set[Any], items: list[Any]) -> None:
+    """Let a set of numbers have the order that it had in a larger table, after elements were taken away. The order of
+    others is another one in each process.
+    """
+    size = 32
+    while all(type(each) is int for each in items) and list(made) != items and size <= _LARGEST_TABLE:
+        if (spare := size * 3 // 8 - len(items)) > 0:
+            made.clear()
+            made.update(items)
+            others = {object() for _ in range(spare)}
+            made |= others  # makes the table so large, with the items in it first
+            made -= others
+        size *= 2
 
 
 def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any]) -> Any:

@@ -38,6 +38,7 @@ from shared_core.worker.variables.writer import (
     Unbound,
     Unwritten,
     ValueWriter,
+    in_order,
     read_own,
 )
 
@@ -342,13 +343,14 @@ class Variables:
     def _row(self, scope: Scope) -> tuple[str, Kind, str, str, Sequence[Any]]:
         out, large = self._writer.ignored, self._large
         if not (large or out):
-            return scope.name, scope.kind, scope.where, scope.names.joined, scope.values
+            return scope.name, scope.kind, scope.where, scope.names.joined, in_order(scope.values)
         kept = [
             (name, value if isinstance(value, _ATOMS) or (as_ := large.get((scope.name, name))) is None else as_(value))
             for name, value in zip(scope.names.names, scope.values, strict=True)
             if name not in out
         ]
-        return scope.name, scope.kind, scope.where, " ".join(name for name, _ in kept), [value for _, value in kept]
+        names = " ".join(name for name, _ in kept)
+        return scope.name, scope.kind, scope.where, names, in_order([value for _, value in kept])
 
     def _single_out(self, scopes: list[Scope]) -> None:
         """Choose the largest values until the rest fit into ``LIMIT``: these are only compared from now on."""

@@ -18,7 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from operator import length_hint
@@ -94,6 +94,31 @@ class Unwritten(Large):
     """Stands for a value that cannot be written, and of which nothing is compared."""
 
     __slots__ = ()
+
+
+class Grown:
+    """Stands for a set whose order depends on what it has held before."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: set[Any]) -> None:
+        self.value = value
+
+
+def in_order(values: Sequence[Any]) -> Sequence[Any]:
+    """The same values, with a stand-in for each set whose order another set of its elements would not have."""
+    if not any(type(each) is set for each in values):
+        return values
+    return [Grown(each) if type(each) is set and _has_grown(each) else each for each in values]
+
+
+def _has_grown(value: set[Any]) -> bool:
+    """Whether its table is not as large as it is after its elements alone were added, in CPython."""
+    size, count = 8, len(value)
+    while count * 5 >= (size - 1) * 3:
+        full = -(-(size - 1) * 3 // 5)
+        size = 1 << max(full * (2 if full > 50_000 else 4), 8).bit_length()
+    return value.__sizeof__() != set().__sizeof__() + (size * 16 if size > 8 else 0)
 
 
 class Unbound:
@@ -336,6 +361,8 @@ class _Values(_Pickler):
             return deque, (), None, self._rows()
         if issubclass(cls, Large):
             kind = "large" if cls is Large else "opaque"
+        elif cls is Grown:
+            kind, obj = "set", obj.value
         elif obj is Unbound:
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
@@ -404,6 +431,8 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def _object(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     found = attributes_of(thing)
+    if any(type(each) is set for each in found.values()):
+        found = dict(zip(found, in_order(list(found.values())), strict=True))
     return ({k: v for k, v in found.items() if k not in writer.ignored} if writer.ignored else found,)
 
 
