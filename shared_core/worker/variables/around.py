@@ -19,11 +19,11 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.expressions import collects, loops_around, way_to
+from shared_core.worker.variables.expressions import asks_again, collects, loops_around, way_to
 from shared_core.worker.variables.kinds import LIBRARIES, OURS, kind_of, root_of
 from shared_core.worker.variables.scopes import is_script, script_frames
 
@@ -165,12 +165,15 @@ def places(frame: types.FrameType | None) -> list[Place]:
     return [(each.f_code, each.f_lasti) for each in script_frames(frame)]
 
 
-def counts_for_itself(frame: types.FrameType | None, made: Sequence[Place]) -> bool:
-    """Whether a ``for`` statement asks several times for an item of what was ``made`` before it. Its place is on the
+def _loops(made: Iterable[Place]) -> frozenset[ast.AST]:
+    return frozenset().union(*(loops_around(*each) for each in made))
+
+
+def counts_for_itself(frame: types.FrameType | None, before: frozenset[ast.AST]) -> bool:
+    """Whether a ``for`` statement, other than those of ``before``, asks for an item in its body. Its place is on the
     interpreter's stack: a replacement would go through it from its beginning.
     """
-    before = frozenset().union(*(loops_around(*each) for each in made))
-    return any(not loops_around(*each) <= before for each in places(frame))
+    return not _loops(places(frame)) <= before
 
 
 # -- what can be moved ------------------------------------------------------------------------------------------------
@@ -259,8 +262,8 @@ class _Walk:
         #: See :func:`collectors`; ``begun``: it had collected something when the loop began.
         self.collectors: list[str] = []
         self.begun = False
-        #: Where it was made, if not where it is iterated; see :func:`counts_for_itself`.
-        self.made: Sequence[Place] = ()
+        #: ``for`` statements in which it was made, where its items are asked for one by one; else None.
+        self.before: frozenset[ast.AST] | None = None
         self.counts = False
 
     def stuck(self, kinds: Sequence[str]) -> list[tuple[str, str]]:
@@ -282,19 +285,24 @@ class Walks:
         self, thing: Any, what: str, *, bare: bool = False, first: bool = True, made: Sequence[Place] = ()
     ) -> None:
         """``thing`` calls this itself when a loop asks it for its first item. ``what`` is a word for it; ``bare``:
-        see :func:`is_bare`; ``first``: no loop inside the outer one has ended before; ``made``: where ``thing`` was.
+        see :func:`is_bare`; ``first``: no loop inside the outer one has ended before; ``made``: where ``thing`` was, if
+        that is known and not where it is iterated.
         """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not is_script(frame.f_code, frame.f_globals):
             frame = frame.f_back
         self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
         walk = _Walk(thing, frame, what)
-        walk.made = made
         outer = next((each.key[0] for each in self._walks if each.key is not None), None)
         walk.collectors = list(collectors(sys._getframe(1)))
         if not (first or walk.collectors):
             walk.collectors = list(collectors(sys._getframe(1), outer))
             walk.begun = bool(walk.collectors)
+        if made:
+            walk.before = _loops(made)
+        elif not bare and frame is not None and not asks_again(frame.f_code, frame.f_lasti):
+            whole = [each.key for each in self._walks if each.key is not None and each.what == "epochs"]
+            walk.before = _loops(whole).union(*(way_to(*each) for each in whole)) if whole else None
         walk.kinds = [] if bare else self._known.get(walk.key) if walk.key is not None else None
         self._walks.append(walk)
 
@@ -310,8 +318,8 @@ class Walks:
     def capture(self) -> list[tuple[str, list[str], int]]:
         """(word, what is around it, items given) of each loop, from the outermost inward."""
         for each in self._walks:
-            if each.made and getattr(each.ref(), "gi_running", False):  # it is asked now
-                each.counts = counts_for_itself(sys._getframe(1), each.made)
+            if each.before is not None and getattr(each.ref(), "gi_running", True):  # it is asked now
+                each.counts = counts_for_itself(sys._getframe(1), each.before)
         return [
             (each.what, self._look(each) + [_STUCK + _FOR] * each.counts, each.given)
             for each in self._walks

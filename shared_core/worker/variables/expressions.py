@@ -93,10 +93,15 @@ def loops_around(code: types.CodeType, last: int) -> frozenset[ast.AST]:
     return frozenset(found)
 
 
+def asks_again(code: types.CodeType, last: int) -> bool:
+    """Whether the running instruction is that of a loop over what it asks."""
+    return code.co_code[last] == dis.opmap["FOR_ITER"]
+
+
 def collects(code: types.CodeType, last: int) -> bool:
     """Whether the running instruction is in the items of a comprehension, other than a generator expression."""
     way = way_to(code, last)
-    iterates = code.co_code[last] == dis.opmap["FOR_ITER"]
+    iterates = asks_again(code, last)
     for inner, outer in zip((None, *way), way, strict=False):
         if isinstance(outer, COMPREHENSIONS):
             # what the first loop goes through is made before anything is collected
