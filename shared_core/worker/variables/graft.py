@@ -24,9 +24,9 @@ from torch import nn
 
 from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
-from shared_core.loaders.randomness import set_generator_state
+from shared_core.loaders.randomness import new_generator, set_generator_state
 from shared_core.worker.variables.attached_memory import shows
-from shared_core.worker.variables.kinds import ITERATORS, VALUES, kind_of, name_of, numbers_of_c, slots_of
+from shared_core.worker.variables.kinds import ITERATORS, RANDOM, VALUES, kind_of, name_of, numbers_of_c, slots_of
 from shared_core.worker.variables.writer import (
     MODULE_PARTS,
     OF_DATA,
@@ -43,7 +43,9 @@ _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", 
 _PLAIN = (list, dict, set)
 _STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
-_LARGEST_TABLE = 1 << 22
+#: Types of generators that are made where the script has not made them yet.
+_GENERATORS = frozenset(map(name_of, RANDOM))
+_LARGEST_TABLE = 1 << 20
 
 
 class _Missing:
@@ -97,6 +99,7 @@ class Graft:
         self._filled: dict[Any, Any] = {}
         self._keep: list[Any] = []
         self._owners: list[tuple[Any, Any, str]] = []
+        self._paths: dict[Any, str] = {}
         self._whole = ""
         self.differences: list[Difference] = []
 
@@ -194,6 +197,8 @@ class Graft:
         if kind in ("tensor", "ndarray") and parts[0] == "part":
             # A variable that holds the owner says which one it is here; if none does, the part that is here.
             self._owners.append((parts[_PART_OF[kind]][0], _owner(old) if same else MISSING, path))
+        if kind == "set":
+            self._paths[new] = path
         if kind in ("dict", "set"):
             keys = [key for key, _ in parts[0]] if kind == "dict" else parts[0]
             self._know_identities(keys, () if here is MISSING else here, path)
@@ -249,9 +254,9 @@ class Graft:
         if kind in ("tensor", "ndarray") and parts[0] in ("same", "apart"):
             self._differ(path, f"a {short(cls)} of another kind", MISSING)
         elif (
-            kind == "random"
+            (kind == "random" and cls not in _GENERATORS)
             or (kind == "memory" and not cls.startswith("ctypes:"))
-            or (kind not in _MAKERS and _look_up(cls) is MISSING)
+            or (kind not in _MAKERS and kind != "random" and _look_up(cls) is MISSING)
         ):
             self._differ(path, f"a {short(cls)}", MISSING)
 
@@ -308,8 +313,12 @@ class Graft:
             if kind == "tensor" and made is not MISSING:
                 self._set_own(made, parts[-1])
         elif kind == "random":
-            set_generator_state(here, self.value(parts[0]))
-            self._filled[new] = here
+            state = self.value(parts[0])
+            if here is MISSING:
+                self._filled[new] = new_generator(state) if cls in _GENERATORS else MISSING
+            else:
+                set_generator_state(here, state)
+                self._filled[new] = here
         elif kind == "function":
             self._filled[new] = here
             self._fill_function(here, *parts[1:])
@@ -328,9 +337,9 @@ class Graft:
             buffer.close() if parts[0] is None else buffer.__setstate__((*parts[0], None))
         else:
             made = self._filled[new] = here if here is not MISSING else _blank(kind, cls, parts)
-            self._fill_container(kind, made, parts)
+            self._fill_container(kind, made, parts, self._paths.get(new, ""))
 
-    def _fill_container(self, kind: str, made: Any, parts: list[Any]) -> None:
+    def _fill_container(self, kind: str, made: Any, parts: list[Any], path: str) -> None:
         attributes = parts[-1]
         base: Any = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
         if base is not None:
@@ -344,8 +353,8 @@ class Graft:
                 items = [self.value(each) for each in parts[0]]
                 base.clear(made)
                 (set.update if kind == "set" else base.extend)(made, items)
-                if type(made) is set:
-                    _put_in_order(made, items)
+                if type(made) is set and not _put_in_order(made, items):
+                    self._differ(path, "a set whose order depends on what it has held before (keep a list)", made)
         self._set_attributes(made, attributes, kind)
 
     def _set_attributes(self, made: Any, attributes: Mapping[str, Any], kind: str) -> None:
@@ -629,19 +638,23 @@ def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
     return base.__new__(made)
 
 
-def _put_in_order(made: set[Any], items: list[Any]) -> None:
+def _put_in_order(made: set[Any], items: list[Any]) -> bool:
     """Let a set of numbers have the order that it had in a larger table, after elements were taken away. The order of
-    others is another one in each process.
+    others is another one in each process. Returns whether it has that order.
     """
     size = 32
-    while all(type(each) is int for each in items) and list(made) != items and size <= _LARGEST_TABLE:
+    if not all(type(each) is int for each in items):
+        return True
+    while list(made) != items and size <= _LARGEST_TABLE:
         if (spare := size * 3 // 8 - len(items)) > 0:
             made.clear()
             made.update(items)
             others = {object() for _ in range(spare)}
             made |= others  # makes the table so large, with the items in it first
-            made -= others
+            for each in others:  # one by one: more at once make it small again
+                made.discard(each)
         size *= 2
+    return list(made) == items
 
 
 def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any]) -> Any:

@@ -548,6 +548,8 @@ class Variables:
             return self._refusal(graft.differences)
         unfinished = Unfinished(list(script_frames(sys._getframe(1))) if boundary and origin == "same" else ())
         _fill(graft, todo)
+        if graft.differences and boundary and origin != "other":  # the order of sets
+            return self._refusal(graft.differences)
         if (stale := unfinished.stale()) is not None:
             return _STALE.format(self._rank, *stale)
         if origin == "same" and "settings" in stored:
