@@ -38,7 +38,7 @@ def test_a_job_that_begins_again_has_them_from_its_checkpoint(part: str, jobs: J
     assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 
-@pytest.mark.parametrize("part", ["mean", "kinds", "order", "late"])
+@pytest.mark.parametrize("part", ["mean", "kinds", "order", "late", "places", "parts"])
 def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -327,6 +328,12 @@ def is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
     if main is not None and variables is vars(main):
         return True
     return not of_libraries(code.co_filename) and not code.co_filename.startswith(OURS)
+
+
+def let_go(frame: types.FrameType) -> None:
+    """After a frame's variables were read: see :func:`_let_go`."""
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a function; a module's are its globals
+        _let_go(frame.f_locals, frame.f_code)
 
 
 def script_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:

@@ -27,7 +27,7 @@ from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import is_of_library, kind_of
-from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, script_frames
+from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, let_go, script_frames
 from shared_core.worker.variables.settings import put_settings, read_settings
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -546,11 +546,15 @@ class Variables:
         graft.match_owners()
         if graft.differences and boundary and origin != "other":
             return self._refusal(graft.differences)
-        unfinished = Unfinished(list(script_frames(sys._getframe(1))) if boundary and origin == "same" else ())
+        frames = list(script_frames(sys._getframe(1))) if boundary and origin == "same" else []
+        unfinished = Unfinished(frames)
         _fill(graft, todo)
         if graft.differences and boundary and origin != "other":  # the order of sets
             return self._refusal(graft.differences)
-        if (stale := unfinished.stale()) is not None:
+        stale = unfinished.stale()
+        for frame in frames:
+            let_go(frame)
+        if stale is not None:
             return _STALE.format(self._rank, *stale)
         if origin == "same" and "settings" in stored:
             put_settings(stored["settings"])
