@@ -19,7 +19,7 @@ from shared_core.job import Job, current_job, install
 from shared_core.loop_progress import LoopProgress
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
 from shared_core.worker.sharded.own import Owner
-from shared_core.worker.variables.around import is_bare
+from shared_core.worker.variables.around import Place, is_bare, places
 
 _INSIDE = (
     "attach() was called inside a loop over job.epochs(): a replacement enters that loop at another epoch, without it. "
@@ -94,12 +94,17 @@ class TrainingLoop:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
         """
         own: list[Callable[[], Any]] = []
-        self._progress.hear(sys._getframe(1))
-        steps = self._steps(loader, own, is_bare(sys._getframe(1)))
+        progress = self._progress
+        progress.hear(sys._getframe(1))
+        bare = is_bare(sys._getframe(1))
+        made = () if bare or progress.job is None else places(sys._getframe(1))
+        steps = self._steps(loader, own, bare, made)
         own.append(weakref.ref(steps))
         return steps
 
-    def _steps(self, loader: Any, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[tuple[int, Any]]:
+    def _steps(
+        self, loader: Any, own: Sequence[Callable[[], Any]], bare: bool, made: Sequence[Place]
+    ) -> Iterator[tuple[int, Any]]:
         progress = self._progress
         if progress.job is None:
             for index, batch in enumerate(loader):
@@ -115,7 +120,7 @@ class TrainingLoop:
         if outer:
             progress.activate(begun.position)
         entered = expected = False
-        progress.walk(own[0](), bare=bare)
+        progress.walk(own[0](), bare=bare, made=made)
         try:
             while True:
                 if not entered and not progress.joining:

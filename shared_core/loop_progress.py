@@ -25,7 +25,7 @@ from shared_core.loaders import Loaders, read_random, write_random
 from shared_core.registered import Registered
 from shared_core.untrained import TrainedUse, UntrainedUse
 from shared_core.worker import link
-from shared_core.worker.variables.around import Walks, is_bare
+from shared_core.worker.variables.around import Place, Walks, is_bare
 from shared_core.worker.variables.kinds import OURS, count_as_script
 from shared_core.worker.variables.variables import Variables
 
@@ -78,10 +78,11 @@ _INFERENCE = (
 )
 
 
-_AROUND = "the loop at {} goes through {}(), whose place cannot be given to another process"
+_AROUND = "the loop at {} goes through {}, whose place cannot be given to another process"
 _GIVE = (
-    "Use the numbers that epochs() and steps() give, and put what picks or joins batches inside, as in "
-    "job.steps(zip(loader, other))"
+    "Use the numbers that epochs() and steps() give, put what picks or joins batches inside, as in "
+    "job.steps(zip(loader, other)), and train in a for statement; to take batches with next(), count in a variable "
+    "(while k < n)"
 )
 
 
@@ -399,10 +400,11 @@ class LoopProgress:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
 
-    def walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
+    def walk(self, thing: Any, what: str = "steps", *, bare: bool = False, made: Sequence[Place] = ()) -> None:
         """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
         if self.job is not None and not self._replays:
-            self._walks.begin(thing, what, bare=bare)
+            first = what == "epochs" or self._round <= 1
+            self._walks.begin(thing, what, bare=bare, first=first, made=made)
 
     def gave(self, thing: Any) -> None:
         self._walks.gave(thing)

@@ -19,6 +19,8 @@ CASES: dict[str, list[Fault]] = {
     "order": [Fault(1, 16, "bucket", "SIGKILL")],
     "late": [Fault(1, 19, "bucket", "SIGKILL"), Fault(0, 30, "forward", "SIGKILL")],
     "left": [Fault(0, 19, "forward", "SIGKILL")],
+    "places": [Fault(1, 8, "forward", "SIGKILL"), Fault(0, 27, "update.before", "SIGKILL")],
+    "parts": [Fault(0, 6, "forward", "SIGKILL"), Fault(1, 19, "bucket", "SIGKILL")],
 }
 
 
@@ -35,7 +37,7 @@ def test_a_job_that_begins_again_has_them_from_its_checkpoint(jobs: Jobs, tmp_pa
     assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 
-@pytest.mark.parametrize("part", few(["kinds", "order"], "order"))
+@pytest.mark.parametrize("part", ["mean", "kinds", "order", "late", "places", "parts"])
 def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):

@@ -140,6 +140,22 @@ def generator_state(value: object) -> Any:
     return None
 
 
+def new_generator(state: tuple[str, Any]) -> Any:
+    """A generator of the host with this state of :func:`generator_state`."""
+    kind, data = state
+    made: Any
+    if kind == "torch":
+        made = torch.Generator()
+    elif kind == "python":
+        made = random.Random()  # noqa: S311 (of the script)
+    elif kind == "generator":
+        made = np.random.Generator(getattr(np.random, data["bit_generator"])())
+    else:
+        made = np.random.RandomState()  # noqa: NPY002 (of the script)
+    set_generator_state(made, state)
+    return made
+
+
 def set_generator_state(value: Any, state: tuple[str, Any]) -> None:
     """Inverse of :func:`generator_state`, in place."""
     kind, data = state

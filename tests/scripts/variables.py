@@ -11,6 +11,7 @@ import fractions
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +65,45 @@ def counter() -> Callable[[float], float]:
     return add
 
 
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = 0
+
+    def call(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*args, calls)
+
+    return call
+
+
+class Settings:
+    class Inner:
+        _seen = 0
+
+    @counted
+    def called(self, times: int) -> int:
+        return times
+
+
+THREAD = threading.local()
+THREAD.seen = 0
+
+
+class Signs(torch.optim.Optimizer):
+    """Keeps what it needs outside of its state, as scripts do it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+        self.means: dict[int, torch.Tensor] = collections.defaultdict(lambda: torch.zeros(()))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            self.means[id(each)] = 0.9 * self.means[id(each)] + each.grad
+            each.mean = getattr(each, "mean", 0.0) * 0.9 + each.grad
+            each.sub_((self.means[id(each)] + each.mean).sign(), alpha=1e-3)
+
+
 def numbers() -> Iterator[int]:
     yield from itertools.count()
 
@@ -84,7 +124,7 @@ def plain(value: Any) -> Any:
 def train() -> dist.ProcessGroup:
     global SEEN
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices="breaks mean kinds order left late unrestorable ignored".split())
+    parser.add_argument("part", choices="breaks mean kinds order left late places parts unrestorable ignored".split())
     args = parser.parse_args()
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
@@ -94,7 +134,9 @@ def train() -> dist.ProcessGroup:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
     model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if args.part == "places":
+        optimizer = Signs(model.parameters())
     data = TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(5)))
     sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
@@ -182,6 +224,37 @@ def train() -> dist.ProcessGroup:
 
                     late_state.add(value)
         found = {"first": late_state.FIRST, "seen": late_state.SEEN, "last": late_state.add(0.5)}
+    elif args.part == "places":
+
+        class Local:
+            seen = 0
+
+        delta, settings = torch.zeros(8, requires_grad=True), Settings()
+        graph = torch.eye(8).to_sparse()
+        for epoch in job.epochs(3):
+            for step, (x,) in job.steps(loader):
+                update(x + delta.detach() + torch.sparse.mm(graph, x.T).T)
+                model(x + delta).sum().backward()  # its gradient is kept from batch to batch
+                optimizer.zero_grad()
+                delta.data.add_(delta.grad, alpha=1e-3)
+                graph = (graph * 0.9 + torch.sparse_coo_tensor([[step % 8], [epoch]], [0.1], (8, 8))).coalesce()
+                Settings.Inner._seen += 1
+                Local.seen += settings.called()
+                THREAD.seen += 1
+                torch.backends.cuda.enable_flash_sdp(step % 3 > 0)
+        flash = torch.backends.cuda.flash_sdp_enabled()
+        found = {"delta": [delta.detach(), delta.grad], "graph": graph.to_dense(), "flash": flash}
+        found["numbers"] = [Settings.Inner._seen, Local.seen, settings.called(), THREAD.seen]
+    elif args.part == "parts":
+        own, ring, table = torch.randn(60, 8), torch.zeros(12, 8), np.ones((40, 8), np.float32)
+        rows, window, row = own[:4], ring[:4], table[0]
+        for _ in job.epochs(3):
+            for step, _ in job.steps(range(10)):
+                update(rows + window + torch.from_numpy(row))
+                window += 0.1 * rows
+                row *= 0.9
+                rows, window, row = own[5 * step : 5 * step + 4], ring[step % 8 : step % 8 + 4], table[step]
+        found = {"own": own, "ring": ring, "table": table}
     elif args.part == "left":
         kept: list[torch.Tensor] = []
         for _ in job.epochs(3):

@@ -152,6 +152,13 @@ def settings_of_the_process(again: bool) -> Any:
     return *found, *levels
 
 
+def a_sparse_tensor(again: bool) -> Any:
+    table = torch.sparse_coo_tensor([[0]], [1.0], (4,), check_invariants=True)
+    for step in steps(again):
+        table = table + table * step
+    return table.to_dense().tolist()
+
+
 def results_of_a_cached_function(again: bool) -> Any:
     registry.cache_clear()
     registry("seen")
@@ -170,6 +177,7 @@ def results_of_a_cached_function(again: bool) -> Any:
         classes_and_modules_of_a_function,
         beside_tensors,
         settings_of_the_process,
+        a_sparse_tensor,
         results_of_a_cached_function,
     ],
 )
@@ -202,8 +210,8 @@ def other_hooks(again: bool) -> Any:
             net.register_forward_hook(lambda module, given, result: result * 2)
 
 
-def a_sparse_tensor(again: bool) -> Any:
-    table = torch.sparse_coo_tensor([[0]], [1.0], (4,), check_invariants=True)
+def a_ragged_tensor(again: bool) -> Any:
+    table = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     for step in steps(again):
         table = table * step
 
@@ -221,7 +229,7 @@ def a_closure(again: bool) -> Any:
     [
         (results_that_come_late, "`registry` (test_places_here.py) was a cache with a result that has changed"),
         (other_hooks, "`net` (test_places_here.py:"),
-        (a_sparse_tensor, "`table` (test_places_here.py:"),
+        (a_ragged_tensor, "`table` (test_places_here.py:"),
         (a_closure, "was another function <lambda>"),
     ],
 )

@@ -559,7 +559,55 @@ def test_keys_that_id_gives(early: bool) -> None:
     if early:
         assert (second, refused) == (first, ""), refused
     else:
-        assert "`seen`" in refused and "a dictionary with 3 keys that id() gives" in refused
+        assert "`seen`" in refused and "a container with 3 numbers that id() gives" in refused
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_set_keeps_the_order_that_its_history_gave_it_or_is_refused(adds: bool) -> None:
+    def script(again: bool) -> Any:
+        pool, taken = set(range(4000)), []
+        for number in range(4000):
+            if number % 31:
+                pool.discard(number)  # its table stays as large as it was
+        for step in steps(again):
+            taken.append(list(pool)[:3])
+            pool.discard(taken[-1][0])
+            if adds:  # around what was there before
+                pool.add(31 * step + 1)
+        return taken
+
+    first, second, refused = both(script)
+    assert "`pool` (" in refused and "whose order depends" in refused if adds else first == second and not refused
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.Generator().manual_seed(3), lambda: random.Random(3), lambda: np.random.default_rng(3)],
+    ids=["torch", "python", "numpy"],
+)
+def test_a_generator_that_the_loop_makes_is_made_again(make: Callable[[], Any]) -> None:
+    def script(again: bool) -> Any:
+        own, drawn = None, []
+        for _ in steps(again):
+            own = own or make()
+            drawn.append(float(torch.rand(1, generator=own)) if isinstance(own, torch.Generator) else own.random())
+        return drawn
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+
+
+def test_a_part_of_another_owner_is_not_filled_over_the_first() -> None:
+    def script(again: bool) -> Any:
+        one, other = torch.arange(20_000.0), torch.arange(20_000.0) * 2
+        part = one[:4]
+        for step in steps(again):
+            part = (one, other)[step % 2][4 * step : 4 * step + 4]
+        part += 1
+        return [one.sum().item(), other.sum().item(), part.tolist()]
+
+    first, second, refused = both(script)
+    assert first == second and not refused
 
 
 def test_containers_that_hold_themselves() -> None:

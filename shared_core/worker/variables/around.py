@@ -8,6 +8,7 @@ how often they have asked.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import dis
 import functools
@@ -18,12 +19,13 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.kinds import kind_of, root_of
-from shared_core.worker.variables.scopes import is_script
+from shared_core.worker.variables.expressions import asks_again, collects, loops_around, way_to
+from shared_core.worker.variables.kinds import LIBRARIES, OURS, kind_of, root_of
+from shared_core.worker.variables.scopes import is_script, script_frames
 
 _MOST = 12
 _MEMORY: tuple[Any, ...] = ([], (), range(0), "", b"", {}, set())
@@ -106,6 +108,72 @@ def _outer(thing: Any, known: Sequence[Any]) -> Any:
         if each is not None and hasattr(type(each), "__next__") and all(each is not one for one in known):
             return each
     return None
+
+
+# -- what collects items ----------------------------------------------------------------------------------------------
+
+_COMPREHENSION, _FOR = "a comprehension", "a for statement that counts for itself"
+#: Functions that ask for one item and keep nothing.
+_ONE = frozenset({"next", "__next__", "send"})
+
+
+def collectors(frame: types.FrameType | None, outermost: types.CodeType | None = None) -> Iterator[str]:
+    """Names of what asks for items and keeps what it makes of them where no variable shows it: a comprehension, or a
+    function such as ``sum``. ``frame`` runs what is asked. Where ``outermost`` is given, comprehensions that call the
+    code that asks count too, as far as to the frame of ``outermost``.
+    """
+    frame = frame.f_back if frame is not None else None
+    while frame is not None and (_is_asked(frame) or frame.f_code.co_filename.startswith(OURS)):
+        if _collects(frame):
+            yield _COMPREHENSION
+        frame = frame.f_back
+    if frame is None:
+        return
+    if _collects(frame):
+        yield _COMPREHENSION
+    elif function := _collecting(frame):
+        yield function
+    while outermost is not None and frame.f_code is not outermost and (frame := frame.f_back) is not None:
+        if _collects(frame):
+            yield _COMPREHENSION
+
+
+def _collects(frame: types.FrameType) -> bool:
+    return is_script(frame.f_code, frame.f_globals) and collects(frame.f_code, frame.f_lasti)
+
+
+def _collecting(frame: types.FrameType) -> str:
+    """Name of the function that asks from this frame for more than one item: one in C that it calls, or its own in a
+    library.
+    """
+    if not is_script(frame.f_code, frame.f_globals):
+        module = str(frame.f_globals.get("__name__"))
+        return "" if module.partition(".")[0] in LIBRARIES else f"{module}.{frame.f_code.co_name}()"
+    call = next(iter(way_to(frame.f_code, frame.f_lasti)), None)
+    if not isinstance(call, ast.Call):
+        return ""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return "" if name in _ONE else f"{ast.unparse(call.func)}()"
+
+
+#: A place in running code: what is in ``f_code`` and ``f_lasti`` of a frame.
+Place = tuple[types.CodeType, int]
+
+
+def places(frame: types.FrameType | None) -> list[Place]:
+    """Where the script is: in all its running functions, from ``frame`` outward."""
+    return [(each.f_code, each.f_lasti) for each in script_frames(frame)]
+
+
+def _loops(made: Iterable[Place]) -> frozenset[ast.AST]:
+    return frozenset().union(*(loops_around(*each) for each in made))
+
+
+def counts_for_itself(frame: types.FrameType | None, before: frozenset[ast.AST]) -> bool:
+    """Whether a ``for`` statement, other than those of ``before``, asks for an item in its body. Its place is on the
+    interpreter's stack: a replacement would go through it from its beginning.
+    """
+    return not _loops(places(frame)) <= before
 
 
 # -- what can be moved ------------------------------------------------------------------------------------------------
@@ -191,6 +259,18 @@ class _Walk:
         self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "the script"
         self.kinds: list[str] | None = None
         self.given = 0
+        #: See :func:`collectors`; ``begun``: it had collected something when the loop began.
+        self.collectors: list[str] = []
+        self.begun = False
+        #: ``for`` statements in which it was made, where its items are asked for one by one; else None.
+        self.before: frozenset[ast.AST] | None = None
+        self.counts = False
+
+    def stuck(self, kinds: Sequence[str]) -> list[tuple[str, str]]:
+        """(place in the script, what) of all that cannot be moved in a replacement."""
+        names = [each.removeprefix(_STUCK) for each in kinds if each.startswith(_STUCK)]
+        names = [each if each == _FOR else f"{each}()" for each in names]
+        return [(self.where, each) for each in (*self.collectors, *names)]
 
 
 class Walks:
@@ -201,15 +281,28 @@ class Walks:
         self._known: dict[tuple[types.CodeType, int], list[str]] = {}
         self._walks: list[_Walk] = []
 
-    def begin(self, thing: Any, what: str, *, bare: bool = False) -> None:
+    def begin(
+        self, thing: Any, what: str, *, bare: bool = False, first: bool = True, made: Sequence[Place] = ()
+    ) -> None:
         """``thing`` calls this itself when a loop asks it for its first item. ``what`` is a word for it; ``bare``:
-        see :func:`is_bare`.
+        see :func:`is_bare`; ``first``: no loop inside the outer one has ended before; ``made``: where ``thing`` was, if
+        that is known and not where it is iterated.
         """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not is_script(frame.f_code, frame.f_globals):
             frame = frame.f_back
         self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
         walk = _Walk(thing, frame, what)
+        outer = next((each.key[0] for each in self._walks if each.key is not None), None)
+        walk.collectors = list(collectors(sys._getframe(1)))
+        if not (first or walk.collectors):
+            walk.collectors = list(collectors(sys._getframe(1), outer))
+            walk.begun = bool(walk.collectors)
+        if made:
+            walk.before = _loops(made)
+        elif not bare and frame is not None and not asks_again(frame.f_code, frame.f_lasti):
+            whole = [each.key for each in self._walks if each.key is not None and each.what == "epochs"]
+            walk.before = _loops(whole).union(*(way_to(*each) for each in whole)) if whole else None
         walk.kinds = [] if bare else self._known.get(walk.key) if walk.key is not None else None
         self._walks.append(walk)
 
@@ -224,15 +317,19 @@ class Walks:
 
     def capture(self) -> list[tuple[str, list[str], int]]:
         """(word, what is around it, items given) of each loop, from the outermost inward."""
-        return [(each.what, self._look(each), each.given) for each in self._walks if each.ref() is not None]
+        for each in self._walks:
+            if each.before is not None and getattr(each.ref(), "gi_running", True):  # it is asked now
+                each.counts = counts_for_itself(sys._getframe(1), each.before)
+        return [
+            (each.what, self._look(each) + [_STUCK + _FOR] * each.counts, each.given)
+            for each in self._walks
+            if each.ref() is not None
+        ]
 
     def stuck(self) -> list[tuple[str, str]]:
-        """(place in the script, name) of all that cannot be moved in a replacement."""
+        """(place in the script, what) of all that cannot be moved in a replacement."""
         return [
-            (each.where, kind.removeprefix(_STUCK))
-            for each in self._walks
-            for kind in each.kinds or ()
-            if kind.startswith(_STUCK)
+            found for each in self._walks for found in each.stuck([*(each.kinds or ()), *[_STUCK + _FOR] * each.counts])
         ]
 
     def look(self, thing: Any) -> None:
@@ -243,22 +340,24 @@ class Walks:
 
     def move(self, thing: Any, kinds: Sequence[str], given: int) -> tuple[str, str] | None:
         """In a replacement, when ``thing`` is asked for its first item: move what is around it to where the failed
-        worker had it. Returns (place in the script, name) of what cannot be moved; None if all is well.
+        worker had it. Returns (place in the script, what) of what cannot be moved; None if all is well.
         """
         walk = next((each for each in self._walks if each.ref() is thing), None)
         if walk is None:
             return None
-        walk.kinds, walk.given = list(kinds), given
+        walk.kinds, walk.given = [each for each in kinds if each != _STUCK + _FOR], given
+        if walk.collectors and (given or walk.begun):
+            return walk.stuck(())[0]
         if not kinds or not given:
             return None
         links = links_around(thing)
         mine = kinds_of(links, thing)
-        wrong = next((each for each in (*kinds, *mine) if each.startswith(_STUCK)), None)
-        if wrong is None and mine != walk.kinds:
-            wrong = kinds[0]
-        if wrong is None and not move(links, given):
-            wrong = "enumerate"
-        return None if wrong is None else (walk.where, wrong.removeprefix(_STUCK))
+        stuck = walk.stuck((*kinds, *mine))
+        if not stuck and mine != walk.kinds:
+            stuck = walk.stuck((_STUCK + kinds[0],))
+        if not stuck and not move(links, given):
+            stuck = walk.stuck((_STUCK + "enumerate",))
+        return next(iter(stuck), None)
 
     def restore(self, captured: Sequence[tuple[str, Sequence[str], int]]) -> tuple[str, str] | None:
         """Inverse of :meth:`capture`, except for loops that have given items here. Returns as :meth:`move`."""

@@ -24,18 +24,9 @@ from torch import nn
 
 from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
-from shared_core.loaders.randomness import set_generator_state
+from shared_core.loaders.randomness import new_generator, set_generator_state
 from shared_core.worker.variables.attached_memory import shows
-from shared_core.worker.variables.kinds import (
-    ITERATORS,
-    VALUES,
-    attributes_of_class,
-    attributes_of_tensor,
-    kind_of,
-    name_of,
-    numbers_of_c,
-    slots_of,
-)
+from shared_core.worker.variables.kinds import ITERATORS, RANDOM, VALUES, kind_of, name_of, numbers_of_c, slots_of
 from shared_core.worker.variables.writer import (
     MODULE_PARTS,
     OF_DATA,
@@ -47,6 +38,7 @@ from shared_core.worker.variables.writer import (
     mark_of,
     mark_of_code,
     namespace_of,
+    owner_of,
     results_of,
     state_of,
     tensors_of,
@@ -55,10 +47,13 @@ from shared_core.worker.variables.writer import (
 #: Kinds of objects that are never filled.
 _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
 #: Kinds of objects that are filled, but not made.
-_NEVER_MADE = frozenset({"random", "class", "namespace", "scripted", "context", "cache", "logger"})
+_NEVER_MADE = frozenset({"namespace", "scripted", "context", "cache", "logger"})
 _PLAIN = (list, dict, set)
 _STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
+#: Types of generators that are made where the script has not made them yet.
+_GENERATORS = frozenset(map(name_of, RANDOM))
+_LARGEST_TABLE = 1 << 20
 
 
 class _Missing:
@@ -94,18 +89,28 @@ class Graft:
         rows: descriptions of the other run's objects.
         writer: describes this run's.
         named: objects of this run by the names of variables that held them when its loop began.
+        identities: what ``id()`` of something attached was in the other run, and is here.
         edited: the script may have been changed since: functions of one name stand for each other.
     """
 
     def __init__(
-        self, rows: Iterable[Any], writer: ValueWriter, named: Mapping[str, Any], *, edited: bool = False
+        self,
+        rows: Iterable[Any],
+        writer: ValueWriter,
+        named: Mapping[str, Any],
+        identities: Mapping[int, int] | None = None,
+        *,
+        edited: bool = False,
     ) -> None:
         self._rows = {row[0]: row for row in rows if row is not None}
         self._writer, self._named, self._edited = writer, named, edited
+        self._ids = dict(identities or {})
         self._here: dict[Any, Any] = {}
         self._claimed: dict[int, Any] = {}
         self._filled: dict[Any, Any] = {}
         self._keep: list[Any] = []
+        self._owners: list[tuple[Any, Any, str]] = []
+        self._paths: dict[Any, str] = {}
         self._whole = ""
         self.differences: list[Difference] = []
 
@@ -124,26 +129,46 @@ class Graft:
                 todo.extend((each, old[i] if fits else MISSING, f"{path}[{i}]") for i, each in enumerate(new))
             elif type(new) in _PLAIN and id(new) not in self._here:
                 self._keep.append(new)
-                if isinstance(new, dict):
-                    self._put_identities(new, old, path)
+                if not isinstance(new, list):
+                    self._know_identities(new, old if type(old) is type(new) else (), path)
                 if type(old) is type(new) and self._claim(id(new), old):
-                    todo.extend(reversed(list(_pairs(new, old, path))))
+                    todo.extend(reversed(list(self._pairs(new, old, path))))
                 else:
                     self._here[id(new)] = MISSING
-                    todo.extend(reversed(list(_pairs(new, MISSING, path))))
+                    todo.extend(reversed(list(self._pairs(new, MISSING, path))))
 
-    def _put_identities(self, new: dict[Any, Any], old: Any, path: str) -> None:
-        """Keys that are ``id()`` of something there become those of the same places here."""
-        theirs = [key for key in new if _is_identity(key)]
-        mine = [key for key in old if _is_identity(key)] if type(old) is dict else []
+    def match_owners(self) -> None:
+        """Call after all :meth:`match`: what only parts of it are held by variables."""
+        while self._owners:
+            self.match(*self._owners.pop(0))
+
+    def _know_identities(self, new: Iterable[Any], old: Iterable[Any], path: str) -> None:
+        """Keys that are ``id()`` of something not attached stand for those of the same places in a dictionary here."""
+        theirs = [key for key in new if _is_identity(key) and key not in self._ids]
         if not theirs:
             return
-        if len(theirs) != len(mine):
-            self._differ(path, f"a dictionary with {len(theirs)} keys that id() gives", old)
-            return
-        here, items = dict(zip(theirs, mine, strict=True)), list(new.items())
-        new.clear()
-        new.update((here.get(key, key), value) for key, value in items)
+        known = set(self._ids.values())
+        mine = [key for key in old if _is_identity(key) and key not in known] if isinstance(old, dict) else []
+        if len(theirs) == len(mine):
+            self._ids.update(zip(theirs, mine, strict=True))
+        else:
+            self._differ(path, f"a container with {len(theirs)} numbers that id() gives of what is not attached", old)
+
+    def _pairs(self, new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
+        if isinstance(new, dict):
+            for key, value in new.items():
+                simple = not isinstance(key, (Numbered, tuple, frozenset))
+                mine = old.get(self._ids.get(key, key), MISSING) if old is not MISSING and simple else MISSING
+                yield value, mine, _below(path, key)
+                if not simple:
+                    yield key, MISSING, f"{path} (a key)"
+        elif isinstance(new, list):
+            for i, value in enumerate(new):
+                if not isinstance(value, (int, float, str, type(None))):
+                    yield value, old[i] if old is not MISSING and i < len(old) else MISSING, f"{path}[{i}]"
+        else:
+            for value in new:
+                yield value, MISSING, f"{path} (an element)"
 
     def _claim(self, key: Any, old: Any) -> bool:
         """Let ``old`` stand for this object; False if it already stands for another."""
@@ -166,8 +191,6 @@ class Graft:
             if not same:
                 self._here[new] = self._find_function(parts[0], parts[3], old, path)
                 return
-        elif kind == "class":
-            same = same and name_of(old) == parts[0]
         if kind == "method":
             found = self._find(parts[0], MISSING, path)
             if found is not MISSING and not callable(found):
@@ -184,7 +207,15 @@ class Graft:
         here = self._here[new]
         if kind == "module" and parts[-1] != (hooks_of(here) if here is not MISSING else []):
             self._differ(path, f"a {short(cls)} with other hooks", here)
-        theirs = _children(kind, parts)
+        if kind in ("tensor", "ndarray") and parts[0] == "part":
+            # A variable that holds the owner says which one it is here; if none does, the part that is here.
+            self._owners.append((parts[_PART_OF[kind]][0], _owner(old) if same else MISSING, path))
+        if kind == "set":
+            self._paths[new] = path
+        if kind in ("dict", "set"):
+            keys = [key for key, _ in parts[0]] if kind == "dict" else parts[0]
+            self._know_identities(keys, () if here is MISSING else here, path)
+        theirs = {self._ids.get(key, key): value for key, value in _children(kind, parts).items()}
         mine = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
         for key, value in theirs.items():
             other = MISSING if mine is MISSING else mine.get(key, MISSING)
@@ -247,12 +278,13 @@ class Graft:
         return made
 
     def _check_can_be_made(self, kind: str, cls: str, parts: list[Any], path: str) -> None:
-        if kind in ("tensor", "ndarray") and parts[0] == "same":
+        if kind in ("tensor", "ndarray") and parts[0] in ("same", "apart"):
             self._differ(path, f"a {short(cls)} of another kind", MISSING)
         elif (
             kind in _NEVER_MADE
+            or (kind == "random" and cls not in _GENERATORS)
             or (kind == "memory" and not cls.startswith("ctypes:"))
-            or (kind not in _MAKERS and _look_up(cls) is MISSING)
+            or (kind not in _MAKERS and kind != "random" and _look_up(cls) is MISSING)
         ):
             self._differ(path, f"a {short(cls)}", MISSING)
 
@@ -269,6 +301,8 @@ class Graft:
             return self._filled[new]
         if type(new) is tuple:
             return tuple(self.value(each) for each in new)
+        if type(new) is int:
+            return self._ids.get(new, new)
         if type(new) is frozenset:
             return frozenset(self.value(each) for each in new)
         if type(new) not in _PLAIN:
@@ -307,9 +341,16 @@ class Graft:
             self._filled[new] = partial
             partial.__setstate__(tuple(self.value(each) for each in parts))
         elif kind in ("tensor", "ndarray"):
-            self._filled[new] = tensor = self._restored(kind, cls, parts, here)
-            for name, value in parts[6].items() if kind == "tensor" else ():
-                setattr(tensor, name, self.value(value))
+            self._filled[new] = made = self._restored(kind, cls, parts, here)
+            if kind == "tensor" and made is not MISSING:
+                self._set_own(made, parts[-1])
+        elif kind == "random":
+            state = self.value(parts[0])
+            if here is MISSING:
+                self._filled[new] = new_generator(state) if cls in _GENERATORS else MISSING
+            else:
+                set_generator_state(here, state)
+                self._filled[new] = here
         elif kind == "function":
             self._filled[new] = here
             self._fill_function(here, parts[1], parts[2])
@@ -328,16 +369,11 @@ class Graft:
             buffer.close() if parts[0] is None else buffer.__setstate__((*parts[0], None))
         else:
             made = self._filled[new] = here if here is not MISSING else _blank(kind, cls, parts)
-            self._fill_container(kind, made, parts)
+            self._fill_container(kind, made, parts, self._paths.get(new, ""))
 
     def _fill_in_place(self, kind: str, here: Any, parts: list[Any]) -> None:
         """What can only be changed, not made."""
-        if kind == "random":
-            set_generator_state(here, self.value(parts[0]))
-        elif kind == "class":
-            for name, value in parts[1].items():
-                type.__setattr__(here, name, self.value(value))
-        elif kind == "namespace":
+        if kind == "namespace":
             vars(here).update((name, self.value(value)) for name, value in parts[0].items())
         elif kind == "context":
             if (value := self.value(parts[1])) is not MISSING:
@@ -352,7 +388,7 @@ class Graft:
             for value in parts[0][: len(results_of(here))]:
                 self.value(value)
 
-    def _fill_container(self, kind: str, made: Any, parts: list[Any]) -> None:
+    def _fill_container(self, kind: str, made: Any, parts: list[Any], path: str) -> None:
         attributes = parts[0] if kind == "module" else parts[-1]
         base: Any = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
         if base is not None:
@@ -366,6 +402,8 @@ class Graft:
                 items = [self.value(each) for each in parts[0]]
                 base.clear(made)
                 (set.update if kind == "set" else base.extend)(made, items)
+                if type(made) is set and not _put_in_order(made, items):
+                    self._differ(path, "a set whose order depends on what it has held before (keep a list)", made)
         self._set_attributes(made, attributes, kind)
 
     def _set_attributes(self, made: Any, attributes: Mapping[str, Any], kind: str) -> None:
@@ -399,6 +437,10 @@ class Graft:
         how = parts[0]
         if how == "same":
             return here
+        if how == "sparse":
+            return self._sparse(parts, here)
+        if how == "part":
+            return self._part(kind, parts, here)
         if kind == "ndarray":
             if how == "objects":
                 made = np.empty(len(parts[3]), object)
@@ -432,6 +474,43 @@ class Graft:
         self._writer.put_back(here)
         return here
 
+    def _part(self, kind: str, parts: list[Any], here: Any) -> Any:
+        """Of a tensor or array that is put back itself: what is here, if it shows that."""
+        owner, offset, stride = parts[_PART_OF[kind]]
+        owner, shape = self.value(owner), tuple(parts[2])
+        made: Any
+        if kind == "tensor":
+            made = owner.as_strided(shape, tuple(stride), offset)
+            shown = here is not MISSING and (here.data_ptr(), here.shape, here.stride())
+            return here if shown == (made.data_ptr(), made.shape, made.stride()) else made
+        made = np.ndarray(shape, np.dtype(parts[1]), owner, offset, tuple(stride))
+        shown = here is not MISSING and (here.ctypes.data, here.shape, here.strides)
+        return here if shown == (made.ctypes.data, made.shape, made.strides) else made
+
+    def _sparse(self, parts: list[Any], here: Any) -> torch.Tensor:
+        _, _, shape, device, (layout, coalesced, held), gradient, _ = parts
+        *indices, values = (self.value(each).to(device) for each in held)
+        if layout == "sparse_coo":
+            made = torch.sparse_coo_tensor(*indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+        else:
+            kind = getattr(torch, layout)
+            made = torch.sparse_compressed_tensor(*indices, values, shape, layout=kind, check_invariants=False)
+        if here is not MISSING and here.layout is made.layout is torch.sparse_coo and here.is_leaf:
+            with torch.no_grad():
+                here.copy_(made)._coalesced_(coalesced)
+            made = here
+        self._writer.put_back(made)
+        return made.requires_grad_(gradient == 1)
+
+    def _set_own(self, made: Any, own: dict[str, Any]) -> None:
+        """Gradient and attributes of a tensor."""
+        values = {name: self.value(value) for name, value in own.items()}
+        if made.is_leaf and made.requires_grad:
+            made.grad = values.pop("grad", None)
+        for name in [each for each in made.__dict__ if each not in values and each not in self._writer.ignored]:
+            del made.__dict__[name]
+        made.__dict__.update(values)
+
 
 def _later() -> None:
     """Takes the place of a new partial's function until that is set."""
@@ -459,13 +538,27 @@ class _Shown:
         self.value = value
 
 
+#: Where the description of a part tells of its owner.
+_PART_OF = {"tensor": 4, "ndarray": 3}
+
+
+def _owner(part: Any) -> Any:
+    found = owner_of(part)
+    return MISSING if found is None else found
+
+
 def _fits(kind: str, parts: list[Any], old: Any) -> bool:
     if kind == "tensor":
-        _, dtype, shape, device, _, gradient, _ = parts
+        how, dtype, shape, device, held, gradient, _ = parts
+        if how not in ("same", "part") and old._is_view():  # to fill it would change what it is a part of
+            return False
+        if (how == "sparse") is not (old.layout is not torch.strided) and how != "same":
+            return False
         alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and str(old.device) == device
         return alike and gradient != 2 and old.grad_fn is None
     if kind == "ndarray":
-        return bool(old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2]))
+        alike = old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2])
+        return bool(alike and (parts[0] in ("same", "part") or owner_of(old) is None))
     if kind == "pyarray":
         return bool(old.typecode == parts[0])
     if kind == "memory":
@@ -476,8 +569,6 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
         return bool(old.maxlen == parts[1])
     if kind in ("context", "logger"):
         return bool(old.name == parts[0])
-    if kind == "class":
-        return bool(name_of(old) == parts[0])
     return True
 
 
@@ -485,10 +576,6 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     """What a description holds that may be objects, by place."""
     if kind in ("object", "module", "namespace", "scripted"):
         return {f".{name}": value for name, value in parts[0].items()}
-    if kind == "class":
-        return {f".{name}": value for name, value in parts[1].items()}
-    if kind == "tensor":
-        return {f".{name}": value for name, value in parts[6].items()}
     if kind == "context":
         return {"value": parts[1]}
     if kind == "cache":
@@ -513,6 +600,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
         return dict(zip(_OF_PARTIALS, parts, strict=True))
     if kind == "ndarray" and parts[0] == "objects":
         return {0: parts[3]}
+    if kind == "tensor":
+        return {f".{name}": value for name, value in parts[-1].items()}
     return {}
 
 
@@ -545,11 +634,10 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
         return {".source": iterator_state(here)[0]}
     if kind == "partial":
         return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
+    if kind == "tensor":
+        own = dict(here.__dict__, grad=here.grad) if here.is_leaf else here.__dict__
+        return {f".{name}": value for name, value in own.items() if value is not None}
     return {}
-
-
-def _of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    return attributes_of_tensor(tensor) | {"grad": tensor.grad if tensor.is_leaf else None}
 
 
 #: What is below an object of a kind, by name.
@@ -558,8 +646,6 @@ _ATTRIBUTES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "module": state_of,
     "namespace": namespace_of,
     "scripted": tensors_of,
-    "class": attributes_of_class,
-    "tensor": _of_tensor,
 }
 
 
@@ -583,22 +669,6 @@ def _is_identity(key: Any) -> bool:
 
 def _key(key: Any) -> Any:
     return key if isinstance(key, (str, int, float, bytes, bool, type(None))) else ("no", id(key))
-
-
-def _pairs(new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
-    if isinstance(new, dict):
-        for key, value in new.items():
-            simple = not isinstance(key, (Numbered, tuple, frozenset))
-            yield value, old.get(key, MISSING) if old is not MISSING and simple else MISSING, _below(path, key)
-            if not simple:
-                yield key, MISSING, f"{path} (a key)"
-    elif isinstance(new, list):
-        for i, value in enumerate(new):
-            if not isinstance(value, (int, float, str, type(None))):
-                yield value, old[i] if old is not MISSING and i < len(old) else MISSING, f"{path}[{i}]"
-    else:
-        for value in new:
-            yield value, MISSING, f"{path} (an element)"
 
 
 def _below(path: str, key: Any) -> str:
@@ -644,6 +714,25 @@ def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
     if issubclass(made, dict):
         base = next(each for each in made.__mro__ if "__new__" in each.__dict__)
     return base.__new__(made)
+
+
+def _put_in_order(made: set[Any], items: list[Any]) -> bool:
+    """Let a set of numbers have the order that it had in a larger table, after elements were taken away. The order of
+    others is another one in each process. Returns whether it has that order.
+    """
+    size = 32
+    if not all(type(each) is int for each in items):
+        return True
+    while list(made) != items and size <= _LARGEST_TABLE:
+        if (spare := size * 3 // 8 - len(items)) > 0:
+            made.clear()
+            made.update(items)
+            others = {object() for _ in range(spare)}
+            made |= others  # makes the table so large, with the items in it first
+            for each in others:  # one by one: more at once make it small again
+                made.discard(each)
+        size *= 2
+    return list(made) == items
 
 
 def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any]) -> Any:

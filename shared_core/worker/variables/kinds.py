@@ -158,7 +158,8 @@ ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-_OF_CLASSES = (
+#: Types of what makes up a class besides its state.
+OF_CLASSES = (
     types.FunctionType,
     classmethod,
     staticmethod,
@@ -168,11 +169,6 @@ _OF_CLASSES = (
     types.ModuleType,
     type,
 )
-
-
-def attributes_of_class(cls: type) -> dict[str, Any]:
-    """Its own attributes, without methods, properties and other code."""
-    return {k: v for k, v in vars(cls).items() if not (is_dunder(k) or k == "_abc_impl" or isinstance(v, _OF_CLASSES))}
 
 
 def is_dunder(name: str) -> bool:
@@ -354,13 +350,6 @@ def name_of(thing: Any) -> str:
     return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
 
 
-def is_made_in_a_function(thing: Any) -> bool:
-    """Whether it is a class of the script that no name of a module leads to."""
-    if not isinstance(thing, type) or "<locals>" not in thing.__qualname__ or is_of_library(thing):
-        return False
-    return not of_libraries(getattr(sys.modules.get(thing.__module__), "__file__", None))
-
-
 def is_loaded_apart(thing: Any) -> bool:
     """Whether it is a module that the script has made or loaded by itself, such as a file of settings."""
     if type(thing) is not types.ModuleType:
@@ -369,19 +358,3 @@ def is_loaded_apart(thing: Any) -> bool:
     if file is None:
         return thing.__spec__ is None and thing.__name__.partition(".")[0] not in LIBRARIES
     return sys.modules.get(thing.__name__) is not thing and not of_libraries(file)
-
-
-class AttributesOfLibraries:
-    """Names of attributes that libraries give to tensors."""
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.startswith(("_", "ds_"))
-
-
-OF_LIBRARIES = AttributesOfLibraries()
-
-
-def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a script has added to a tensor."""
-    own = tensor.__dict__
-    return {k: v for k, v in own.items() if k not in OF_LIBRARIES} if own else {}

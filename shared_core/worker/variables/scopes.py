@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared_core.loaders.randomness import read_random, write_random
+from shared_core.worker.variables.expressions import names_read
 from shared_core.worker.variables.kinds import (
     LIBRARIES,
+    OF_CLASSES,
     OURS,
     SCRIPT_FOLDERS,
-    attributes_of_class,
     is_bound,
     is_dunder,
     is_loaded_apart,
@@ -99,7 +101,7 @@ class ToldVariables:
 
 
 class _Class:
-    """Attributes of a class of the script."""
+    """Attributes of a class of the script, without methods, properties and other code that holds nothing."""
 
     def __init__(self, name: str, cls: type) -> None:
         self._name, self._cls, self._own = name, cls, vars(cls)
@@ -110,11 +112,28 @@ class _Class:
         own = self._own
         if len(own) != self._size or any(each not in own for each in self._names.names):
             self._size = len(own)
-            self._names = Names(attributes_of_class(self._cls))
+            self._names = Names(k for k, v in own.items() if not (is_dunder(k) or k == "_abc_impl") and _may_change(v))
         if not self._names.names:
             return None
         where = self._name.partition(":")[2]
         return Scope(self._name, "class", where, self._names, self._names.values(own), self._cls)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether an attribute of a class is state: also a method that a decorator of the script has made."""
+    if isinstance(value, types.FunctionType) and not of_libraries(value.__code__.co_filename):
+        held = set(value.__code__.co_freevars) - {"__class__"}
+        return bool(held or value.__dict__ or any(kind_of(type(each)) != "atom" for each in value.__defaults__ or ()))
+    return not isinstance(value, OF_CLASSES)
+
+
+def _classes(value: type, module: str) -> Iterator[_Class]:
+    """A class that this module defines, and those inside it."""
+    if value.__module__ == module and kind_of(value) != "enum":
+        yield _Class(f"{module}:{value.__qualname__}", value)
+        for each in list(vars(value).values()):
+            if isinstance(each, type) and each.__qualname__.startswith(f"{value.__qualname__}."):
+                yield from _classes(each, module)
 
 
 @dataclass(frozen=True)
@@ -179,6 +198,7 @@ class Scopes:
         self._known: set[int] = set()
         self._plans: dict[tuple[str, Any], _Plan] = {}
         self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
+        self._local: dict[int, tuple[type, list[_Class]]] = {}
 
     def find(self, frame: types.FrameType | None, told: Iterable[ToldVariables]) -> Iterator[Scope]:
         """All scopes: told objects first, then frames from ``frame`` outward, then modules and their classes."""
@@ -196,7 +216,11 @@ class Scopes:
                 if code.co_name != "<module>":
                     name = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
                     number = times[name] = times.get(name, 0) + 1
-                    yield self._of_frame(frame, f"{name} {number}")
+                    scope = self._of_frame(frame, f"{name} {number}")
+                    yield scope
+                    for value in scope.values:
+                        if isinstance(value, type) and "<locals>" in value.__qualname__:
+                            yield from self._of_class(value)
                 else:
                     running[id(frame.f_globals)] = frame
                     if frame.f_globals.get("__name__") == "__main__":
@@ -204,6 +228,15 @@ class Scopes:
             frame = frame.f_back
         for name, own in self._own_modules(running):
             yield from self._of_module(name, own, running.get(id(own)))
+
+    def _of_class(self, cls: type) -> Iterator[Scope]:
+        """Of a class that a running function has made."""
+        known = self._local.get(id(cls))
+        if known is None or known[0] is not cls:
+            known = self._local[id(cls)] = cls, list(_classes(cls, cls.__module__))
+        for each in known[1]:
+            if (found := each.scope()) is not None:
+                yield found
 
     def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
         modules = OWN_MODULES.look()
@@ -240,6 +273,8 @@ class Scopes:
         if known is None:
             alive = live(code, frame.f_lasti)
             every = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+            if alive is not None:
+                alive |= names_read(code, frame.f_lasti)
             names = Names(each for each in every if (alive is None or each in alive) and not each.startswith("."))
             known = self._frames[key] = names, f"{Path(code.co_filename).name}:{frame.f_lineno}"
         names, where = known
@@ -260,11 +295,14 @@ def _let_go(own: dict[str, Any], code: types.CodeType) -> None:
 
 def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
     alive = None if frame is None else live(frame.f_code, frame.f_lasti)
-    names, classes, functions = [], [], []
+    if frame is not None and alive is not None:
+        alive |= names_read(frame.f_code, frame.f_lasti)
+    names: list[str] = []
+    classes: list[_Class] = []
+    functions: list[str] = []
     for each, value in own.items():
         if isinstance(value, type):
-            if value.__module__ == name and kind_of(value) not in ("enum",):
-                classes.append(_Class(f"{name}:{value.__qualname__}", value))
+            classes += _classes(value, name)
         elif is_dunder(each) or (isinstance(value, types.ModuleType) and not is_loaded_apart(value)):
             continue
         elif isinstance(value, types.BuiltinFunctionType) and not is_bound(value):
@@ -298,6 +336,22 @@ def is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
     if main is not None and variables is vars(main):
         return True
     return not of_libraries(code.co_filename) and not code.co_filename.startswith(OURS)
+
+
+def let_go(frame: types.FrameType) -> None:
+    """After a frame's variables were read: see :func:`_let_go`."""
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a function; a module's are its globals
+        _let_go(frame.f_locals, frame.f_code)
+
+
+def script_frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Running functions of the script, from ``frame`` outward, and the module that calls them."""
+    while frame is not None:
+        if is_script(frame.f_code, frame.f_globals):
+            yield frame
+            if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+                return
+        frame = frame.f_back
 
 
 def import_again(names: Iterable[str]) -> bool:

@@ -12,11 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Which algorithms torch may choose: how each is read, and set.
-_ALGORITHMS: dict[str, tuple[Callable[[], bool], Callable[[bool], object]]] = {
-    "mkldnn": (lambda: bool(torch.backends.mkldnn.enabled), lambda to: setattr(torch.backends.mkldnn, "enabled", to)),
-    "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    "plain attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+#: Their product is flushed to zero where torch flushes such numbers; nothing else tells.
+_SMALLEST: float = 5e-324
+_ONE: float = 1.0
+#: Choices that torch makes, on CPUs too: how one is read, and how it is set.
+_CHOICES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    "math": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "mkldnn": (lambda: bool(torch.backends.mkldnn.enabled), torch.backends.mkldnn.set_flags),
+    "denormal": (lambda: _SMALLEST * _ONE == 0.0, torch.set_flush_denormal),
     "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
 }
 #: Beginnings of environment variables of a job, which a replacement has its own of.
@@ -31,7 +37,7 @@ class ProcessSettings:
         self._seen, self._changed = dict[bytes, bytes](), dict[bytes, bytes | None]()
 
     def read(self) -> dict[str, Any]:
-        """As plain data: torch's default type, choice of algorithms and number of threads, NumPy's errors and how it
+        """As plain data: torch's default type, choices and number of threads, NumPy's errors and how it
         prints, the precision of ``decimal``, levels of logging, the working folder, and what has changed in the
         environment.
         """
@@ -42,8 +48,7 @@ class ProcessSettings:
             "dtype": torch.get_default_dtype(),
             "deterministic": torch.get_deterministic_debug_mode(),
             "threads": torch.get_num_threads(),
-            "precision": torch.get_float32_matmul_precision(),
-            "algorithms": {name: read() for name, (read, _) in _ALGORITHMS.items()},
+            "choices": {name: read() for name, (read, _) in _CHOICES.items()},
             "numpy": dict(np.geterr()),
             "printed": {k: v for k, v in np.get_printoptions().items() if k not in ("formatter", "override_repr")},
             "decimal": (context.prec, context.rounding),
@@ -71,11 +76,9 @@ class ProcessSettings:
             torch.set_deterministic_debug_mode(found["deterministic"])
         if found["threads"] != here["threads"]:
             torch.set_num_threads(found["threads"])
-        if found["precision"] != here["precision"]:
-            torch.set_float32_matmul_precision(found["precision"])
-        for name, to in found["algorithms"].items():
-            if to != here["algorithms"][name]:
-                _ALGORITHMS[name][1](to)
+        for name, to in found["choices"].items():
+            if to != here["choices"][name]:
+                _CHOICES[name][1](to)
         np.seterr(**found["numpy"])
         np.set_printoptions(**found["printed"])
         context = decimal.getcontext()

@@ -7,12 +7,14 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -22,9 +24,10 @@ from shared_core.errors import RecoveryFailed
 from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
+from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import OF_LIBRARIES, is_of_library, kind_of
-from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again
+from shared_core.worker.variables.kinds import is_of_library, kind_of
+from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, let_go, script_frames
 from shared_core.worker.variables.settings import ProcessSettings
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -35,6 +38,7 @@ from shared_core.worker.variables.writer import (
     Unbound,
     Unwritten,
     ValueWriter,
+    in_order,
     read_own,
 )
 
@@ -43,9 +47,15 @@ OFF = "SWIFT_TEST_NO_VARIABLES"
 #: The user is told what captures cost when so many have taken longer than this, in seconds.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 #: So many iterators of C that a framework draws from are remembered.
 _SOURCES = 16
 
+
+_STALE = (
+    "rank {0}: the expression at {2} has read `{1}` before it asks for a batch, and in the replacement that was "
+    "another value. Ask for the batch first, in a statement of its own"
+)
 
 #: Whose variables a worker puts back: those of its failed worker; those in a checkpoint of an earlier start of the
 #: script; those of another rank, at another place.
@@ -151,8 +161,9 @@ class Variables:
         self._sources: dict[int, Any] = {}
         #: What is attached and its parts, by names that are the same in a replacement.
         self._parts: dict[str, Any] = {}
-        #: Of the tensors among them that the script has given attributes, by the same names.
-        self._marked: dict[str, ToldVariables] = {}
+        #: Parameters and buffers among these, and what ``id()`` is for all of them.
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._identities = b""
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
         self._untold = _Untold(None, "same")
@@ -234,7 +245,6 @@ class Variables:
             self._writer.parts.pop(id(each), None)
         self._attached.clear()
         self._parts.clear()
-        self._marked.clear()
         self._restored.clear()  # in place: the writer has this very dictionary
         self._restored.update(self._sources)
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
@@ -260,6 +270,8 @@ class Variables:
                 self.tell(f"optimizer {number}", optimizer, _of_every_optimizer())
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
+        self._tensors = [(name, each) for name, each in self._parts.items() if type(each) in _PLAIN_TENSORS]
+        self._identities = array("Q", map(id, self._parts.values())).tobytes()
         bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
         self._writer.memory.attach({str(number): each for number, each in enumerate(bare)}, optimizers)
 
@@ -274,6 +286,7 @@ class Variables:
         if self._held is not None:
             return self._held[0]
         begun = time.thread_time()
+        self._tell_tensors(name for name, each in self._tensors if each.__dict__)
         scopes = self._find(sys._getframe(1))
         self._writer.memory.refresh()
         now = self._write(scopes)
@@ -289,16 +302,24 @@ class Variables:
             if self._first is None:
                 self._first = digests(*read_own(now))
         data = self.data_sets.changed() if boundary else {}
-        return {"now": now, "first": self._first, "data": data, "settings": self._settings.read()}
+        return {
+            "now": now,
+            "first": self._first,
+            "data": data,
+            "settings": self._settings.read(),
+            "identities": self._identities,
+        }
 
-    def _find(self, frame: types.FrameType, wanted: Collection[str] = ()) -> list[Scope]:
-        """``wanted``: names of tensors that come with attributes, if only those that they get."""
-        for name, each in self._parts.items():
-            if isinstance(each, torch.Tensor) and name not in self._marked:
-                if name in wanted or any(key not in OF_LIBRARIES for key in each.__dict__):
-                    self._marked[name] = ToldVariables(name, each, OF_LIBRARIES)
-        told = [each for _, each in self._told.values()]
-        scopes = list(self._scopes.find(frame, [*told, *self._marked.values()]))
+    def _tell_tensors(self, names: Iterable[str]) -> None:
+        """Capture the attributes that the script has given these parameters and buffers."""
+        for name in names:
+            tensor = self._parts.get(name)
+            if name not in self._told and type(tensor) in _PLAIN_TENSORS:
+                self._attached.append(name)
+                self.tell(name, tensor, (each for each in vars(tensor) if each.startswith("_")))
+
+    def _find(self, frame: types.FrameType) -> list[Scope]:
+        scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
         if self._named is None:
             self._named = {}
             for scope in scopes:
@@ -310,6 +331,10 @@ class Variables:
 
     def _write(self, scopes: list[Scope]) -> bytes:
         try:
+            if self._writer.begins:  # a part of a tensor may be found before the variable that holds the whole
+                for each in (value for scope in scopes for value in scope.values):
+                    if isinstance(each, (torch.Tensor, np.ndarray)):
+                        self._writer.has_written(each)
             return self._writer.write([self._row(scope) for scope in scopes])
         except Exception:  # too large, or what holds a value that cannot be written
             self._single_out(scopes)
@@ -318,13 +343,14 @@ class Variables:
     def _row(self, scope: Scope) -> tuple[str, Kind, str, str, Sequence[Any]]:
         out, large = self._writer.ignored, self._large
         if not (large or out):
-            return scope.name, scope.kind, scope.where, scope.names.joined, scope.values
+            return scope.name, scope.kind, scope.where, scope.names.joined, in_order(scope.values)
         kept = [
             (name, value if isinstance(value, _ATOMS) or (as_ := large.get((scope.name, name))) is None else as_(value))
             for name, value in zip(scope.names.names, scope.values, strict=True)
             if name not in out
         ]
-        return scope.name, scope.kind, scope.where, " ".join(name for name, _ in kept), [value for _, value in kept]
+        names = " ".join(name for name, _ in kept)
+        return scope.name, scope.kind, scope.where, names, in_order([value for _, value in kept])
 
     def _single_out(self, scopes: list[Scope]) -> None:
         """Choose the largest values until the rest fit into ``LIMIT``: these are only compared from now on."""
@@ -473,7 +499,7 @@ class Variables:
             boundary: this is a step boundary, where what cannot be put back is compared.
 
         Returns:
-            What cannot be put back, for people; then nothing is changed. Empty where all is as it was.
+            What cannot be put back, for people. Empty where all is as it was.
 
         Raises:
             CorruptFile: if it is damaged.
@@ -486,18 +512,19 @@ class Variables:
         begun = None if only is None else {scope for scope, _ in only}
         if origin != "checkpoint":
             only = None
-        theirs = [scope for scope, *_ in values]
-        here = {scope.name: scope for scope in self._find(sys._getframe(1), theirs)}
-        missing = [scope for scope in theirs if scope not in here]
+        self._tell_tensors(scope for scope, kind, *_ in values if kind == "told")
+        here = {scope.name: scope for scope in self._find(sys._getframe(1))}
+        missing = [scope for scope, *_ in values if scope not in here]
         if missing and origin != "other" and import_again(missing):
             here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
+        theirs = array("Q", stored.get("identities", b""))
+        same = len(theirs) == len(self._parts)
+        identities = dict(zip(theirs, map(id, self._parts.values()), strict=True)) if same else {}
         named = self._named | self._parts | self._writer.memory.named()
-        graft = Graft(rows, self._writer, named, edited=origin == "checkpoint")
+        graft = Graft(rows, self._writer, named, identities, edited=origin == "checkpoint")
         todo: list[_Change] = []
         untold = _Untold(graft, origin)
-        if boundary:
-            self._untold = untold
         for scope_name, kind, where, names, held in values:
             scope = here.get(scope_name)
             left = self._writer.ignored
@@ -517,13 +544,25 @@ class Variables:
                 return _elsewhere(self._rank, scope_name, where)
             elif kind != "told" and wanted:
                 graft.differences.append(Difference(scope_name, "there", "not there", where))
+        graft.match_owners()
         if graft.differences and boundary and origin != "other":
             return self._refusal(graft.differences)
+        frames = list(script_frames(sys._getframe(1))) if boundary and origin == "same" else []
+        unfinished = Unfinished(frames)
         _fill(graft, todo)
+        if graft.differences and boundary and origin != "other":  # the order of sets
+            return self._refusal(graft.differences)
+        stale = unfinished.stale()
+        for frame in frames:
+            let_go(frame)
+        if stale is not None:
+            return _STALE.format(self._rank, *stale)
         if origin == "same" and "settings" in stored:
             self._settings.put(stored["settings"])
         if boundary:
             self._first = first
+            # nothing else may keep the objects of both runs alive, such as iterators that the script drops
+            self._untold = untold if untold.scopes else _Untold(None, origin)
         return ""
 
     def _put_told(self, scope: Scope) -> None:
@@ -533,10 +572,13 @@ class Variables:
         assert graft is not None  # else nothing was restored, and nothing is untold
         graft.differences.clear()
         todo = _match(graft, scope, scope.where, wanted)
+        graft.match_owners()
         if graft.differences and origin != "other":
             self._refuse(self._refusal(graft.differences), origin)
         else:
             _fill(graft, todo)
+        if not self._untold.scopes:
+            self._untold = _Untold(None, origin)
 
     def _name_untold(self) -> None:
         """At a step boundary: refuse if attributes have changed that the framework has not told of again."""

@@ -41,12 +41,9 @@ from shared_core.worker.variables.attached_memory import AttachedMemory
 from shared_core.worker.variables.kinds import (
     OURS,
     VALUES,
-    attributes_of_class,
-    attributes_of_tensor,
     is_bound,
     is_dunder,
     is_loaded_apart,
-    is_made_in_a_function,
     kind_of,
     name_of,
     numbers_of_c,
@@ -100,6 +97,31 @@ class Unwritten(Large):
     """Stands for a value that cannot be written, and of which nothing is compared."""
 
     __slots__ = ()
+
+
+class Grown:
+    """Stands for a set whose order depends on what it has held before."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: set[Any]) -> None:
+        self.value = value
+
+
+def in_order(values: Sequence[Any]) -> Sequence[Any]:
+    """The same values, with a stand-in for each set whose order another set of its elements would not have."""
+    if not any(type(each) is set for each in values):
+        return values
+    return [Grown(each) if type(each) is set and _has_grown(each) else each for each in values]
+
+
+def _has_grown(value: set[Any]) -> bool:
+    """Whether its table is not as large as it is after its elements alone were added, in CPython."""
+    size, count = 8, len(value)
+    while count * 5 >= (size - 1) * 3:
+        full = -(-(size - 1) * 3 // 5)
+        size = 1 << max(full * (2 if full > 50_000 else 4), 8).bit_length()
+    return value.__sizeof__() != set().__sizeof__() + (size * 16 if size > 8 else 0)
 
 
 class Unbound:
@@ -224,6 +246,8 @@ class ValueWriter:
         #: Bytes of the largest array of which only a part is looked at each time.
         self.partly = 0
         self._followed: dict[int, _Followed] = {}
+        #: Tensors and arrays that were written before, by identity.
+        self._owners: dict[int, weakref.ref[Any]] = {}
         self._lists: dict[int, tuple[list[Any], dict[int, int], Iterator[int]]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
         self._results: dict[int, tuple[Any, int]] = {}
@@ -256,6 +280,20 @@ class ValueWriter:
             if len(data) > _WHOLE and version is None:
                 self.partly = max(self.partly, len(data))
         return known.is_same(version, data)
+
+    def has_written(self, thing: Any) -> None:
+        known = self._owners.get(id(thing))
+        if known is None or known() is not thing:
+            if len(self._owners) > _REMEMBERED:
+                self._owners = {k: each for k, each in self._owners.items() if each() is not None}
+            self._owners[id(thing)] = weakref.ref(thing)
+
+    def shows_whole(self, part: Any, owner: Any) -> bool:
+        """Whether what a tensor or array is a part of is written with it: it is small, or was written before, as a
+        variable holds it.
+        """
+        known = self._owners.get(id(owner))
+        return (known is not None and known() is owner) or owner.nbytes <= max(_LARGE, 2 * part.nbytes)
 
     def same_list(self, items: list[Any]) -> bool:
         """Whether a long list is as at the first look. Each call compares ``_ROWS`` elements, in turn."""
@@ -340,15 +378,15 @@ class _Values(_Pickler):
             return deque, (), None, self._rows()
         if issubclass(cls, Large):
             kind = "large" if cls is Large else "opaque"
+        elif cls is Grown:
+            kind, obj = "set", obj.value
         elif obj is Unbound:
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
             kind = "named"
-        elif kind == "named" and is_made_in_a_function(obj):
-            kind = "class"
         elif kind == "named" and is_loaded_apart(obj):
             kind = "namespace"
-        elif kind == "tensor" and (obj.layout is not torch.strided or obj.is_quantized or obj.is_nested):
+        elif kind == "tensor" and (obj.is_quantized or obj.is_nested or obj.layout not in _LAYOUTS):
             kind = "opaque"
         elif kind == "iterator" and self._writer.inner:
             kind = "opaque"
@@ -360,6 +398,8 @@ class _Values(_Pickler):
             kind = "fixed"
         elif kind == "optimizer":
             kind = "object" if self._writer.optimizers else "fixed"
+        if kind in ("tensor", "ndarray"):
+            self._writer.has_written(obj)
         self._count += 1
         self._todo.append((self._count, kind, obj, self._of_data or isinstance(obj, _DATA)))
         return _numbered, (self._count,)
@@ -412,6 +452,8 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def _object(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     found = attributes_of(thing)
+    if any(type(each) is set for each in found.values()):
+        found = dict(zip(found, in_order(list(found.values())), strict=True))
     return ({k: v for k, v in found.items() if k not in writer.ignored} if writer.ignored else found,)
 
 
@@ -435,17 +477,26 @@ _HOOKS = tuple(name for name in sorted(MODULE_PARTS) if name.endswith("_hooks"))
 
 
 def _tensor(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
+    return (*_values_of(writer, thing), own_of(writer, thing))
+
+
+def own_of(writer: ValueWriter, thing: torch.Tensor) -> dict[str, Any]:
+    """The gradient of a leaf, and attributes that the script has given a tensor."""
+    own = {k: v for k, v in thing.__dict__.items() if k not in writer.ignored}
+    return {**own, "grad": thing.grad} if thing.is_leaf and thing.requires_grad and thing.grad is not None else own
+
+
+def _values_of(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
     head = (str(thing.dtype).removeprefix("torch."), tuple(thing.shape), str(thing.device))
-    gradient = 0 if not thing.requires_grad else 1 if thing.is_leaf else 2
-    beside = attributes_of_tensor(thing) | ({"grad": thing.grad} if gradient == 1 else {})
-    return (*_elements(writer, thing, head), gradient, beside)
-
-
-def _elements(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...]) -> tuple[Any, ...]:
     if thing.is_meta:
-        return ("same", *head, b"")
+        return ("apart", *head, b"", 0)
+    gradient = 0 if not thing.requires_grad else 1 if thing.is_leaf else 2
+    if thing.layout in _COMPRESSED:
+        return _sparse(writer, thing, head, gradient)
     if not thing.is_cpu:
-        return _on_device(writer, thing, head)
+        return _on_device(writer, thing, head, gradient)
+    if gradient == 0 and (base := owner_of(thing)) is not None and writer.shows_whole(thing, base):
+        return ("part", *head, (base, thing.storage_offset(), thing.stride()), gradient)
     dense = thing.detach()
     if not dense.is_contiguous() or dense.is_conj() or dense.is_neg():
         dense = dense.contiguous().resolve_conj().resolve_neg()
@@ -454,17 +505,49 @@ def _elements(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...]) -
     if size > _LARGE:
         version = 0 if thing.is_inference() else thing._version
         if writer.unchanged(thing, (version, thing.data_ptr()), data):
-            return ("same", *head, b"")
-        return ("value", *head, pickle.PickleBuffer(data))
-    return ("value", *head, data.tobytes())
+            return ("same", *head, b"", gradient)
+        return ("value", *head, pickle.PickleBuffer(data), gradient)
+    return ("value", *head, data.tobytes(), gradient)
 
 
-def _on_device(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...]) -> tuple[Any, ...]:
+def owner_of(thing: Any) -> Any:
+    """The tensor or array of which this one is a part; None if it has its own memory, or may not be written to."""
+    if isinstance(thing, torch.Tensor):
+        base = thing._base if thing._is_view() else None
+        plain = base is not None and type(base) in (torch.Tensor, nn.Buffer) and base.layout is torch.strided
+        return base if plain and base.dtype == thing.dtype and not base.requires_grad else None
+    base = thing.base
+    return base if type(base) is np.ndarray and base.flags.c_contiguous and base.flags.writeable else None
+
+
+#: Layouts of sparse tensors, and what holds their indices.
+_COMPRESSED: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices,),
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+_LAYOUTS = frozenset({torch.strided, *_COMPRESSED})
+
+
+def _sparse(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
+    plain = thing.detach()
+    is_coo = plain.layout is torch.sparse_coo
+    parts = [read(plain) for read in _COMPRESSED[plain.layout]]
+    values = plain._values() if is_coo else plain.values()
+    if values.nbytes > _LARGE and values.is_contiguous() and values.is_cpu:
+        version = (thing._version, values.data_ptr(), *(each.data_ptr() for each in parts))
+        if writer.unchanged(thing, version, memory_of(values)[: values.nbytes]):
+            return ("same", *head, b"", gradient)
+    name = str(plain.layout).removeprefix("torch.")
+    return ("sparse", *head, (name, is_coo and plain.is_coalesced(), [*parts, values]), gradient)
+
+
+def _on_device(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
     # Summed on its device, as the host cannot look at its memory.
     if thing.nbytes > _LARGE and writer.unchanged(thing, thing.data_ptr(), memoryview(checksum(thing).to_bytes(8))):
-        return ("same", *head, b"")
+        return ("same", *head, b"", gradient)
     dense = to_host(thing.resolve_conj().resolve_neg()).contiguous()
-    return ("value", *head, memory_of(dense)[: dense.nbytes].tobytes() if dense.nbytes else b"")
+    return ("value", *head, memory_of(dense)[: dense.nbytes].tobytes() if dense.nbytes else b"", gradient)
 
 
 def iterator_state(thing: Any) -> tuple[Any, int]:
@@ -478,6 +561,8 @@ def _ndarray(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     if thing.dtype == object:
         return ("objects", "O", thing.shape, thing.ravel().tolist())
     head = (array_kind(thing.dtype.str).str, thing.shape)
+    if (base := owner_of(thing)) is not None and base.dtype == thing.dtype and writer.shows_whole(thing, base):
+        return ("part", *head, (base, thing.ctypes.data - base.ctypes.data, thing.strides))
     if thing.nbytes > _LARGE:
         dense: Any = np.ascontiguousarray(thing).reshape(-1).view(np.uint8)
         if not thing.flags.writeable or writer.unchanged(thing, None, memoryview(dense)):
@@ -591,17 +676,14 @@ def _digest(thing: Any) -> int | None:
 
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What a tensor that is not dense is made of. Raises _DarkError where nobody knows."""
+    """What a tensor of a rare layout is made of. Raises _DarkError where nobody knows."""
     if tensor.is_nested:
         return tensor.unbind()
     if tensor.is_quantized:
         return tensor.int_repr(), tensor.dequantize()
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.detach().coalesce()
-        return tensor.indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+    if tensor.layout is torch.sparse_bsr:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+    if tensor.layout is torch.sparse_bsc:
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     raise _DarkError
 
@@ -685,7 +767,6 @@ def _last(table: dict[Any, Any]) -> list[Any]:
 
 _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "object": _object,
-    "class": lambda _, thing: (name_of(thing), attributes_of_class(thing)),
     "namespace": lambda _, thing: (namespace_of(thing),),
     "scripted": lambda _, thing: (tensors_of(thing),),
     "context": lambda _, thing: (thing.name, thing.get(Unbound)),
