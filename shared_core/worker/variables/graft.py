@@ -141,7 +141,7 @@ class Graft:
         if len(theirs) == len(mine):
             self._ids.update(zip(theirs, mine, strict=True))
         else:
-            self._differ(path, f"a container with {len(theirs)} numbers that id() gives of what is not attached", old)
+            self._differ(path, f"a dictionary with {len(theirs)} keys that id() gives of what is not attached", old)
 
     def _pairs(self, new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
         if isinstance(new, dict):
