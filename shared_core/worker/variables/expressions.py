@@ -107,7 +107,6 @@ def collects(code: types.CodeType, last: int) -> bool:
         if isinstance(outer, COMPREHENSIONS):
             # what the first loop goes through is made before anything is collected
             return iterates or inner is None or inner is not outer.generators[0]
-        iterates = iterates and not isinstance(outer, ast.Call)
     return False
 
 
