@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,6 +33,8 @@ def train() -> dist.ProcessGroup:
         shared_core.install()
     dist.init_process_group("gloo")
     torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
@@ -43,7 +47,7 @@ def train() -> dist.ProcessGroup:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.item())
 
     def losses() -> Any:
         for item in job.steps(loader):

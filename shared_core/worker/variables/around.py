@@ -166,7 +166,7 @@ def places(frame: types.FrameType | None) -> list[Place]:
 
 
 def _loops(made: Iterable[Place]) -> frozenset[ast.AST]:
-    return frozenset().union(*(loops_around(*each) for each in made))
+    return frozenset[ast.AST]().union(*(loops_around(*each) for each in made))
 
 
 def counts_for_itself(frame: types.FrameType | None, before: frozenset[ast.AST]) -> bool:

@@ -84,7 +84,8 @@ def _nodes(file: str) -> tuple[dict[Any, ast.AST], dict[ast.AST, ast.AST]]:
 def loops_around(code: types.CodeType, last: int) -> frozenset[ast.AST]:
     """``for`` statements of a function that run the running instruction in their bodies."""
     way = way_to(code, last)
-    inner, around, found = way[-1] if way else None, _nodes(code.co_filename)[1], set()
+    inner, around = way[-1] if way else None, _nodes(code.co_filename)[1]
+    found: set[ast.AST] = set()
     while inner is not None and not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         outer = around.get(inner)
         if isinstance(outer, (ast.For, ast.AsyncFor)) and any(each is inner for each in outer.body):
@@ -106,7 +107,6 @@ def collects(code: types.CodeType, last: int) -> bool:
         if isinstance(outer, COMPREHENSIONS):
             # what the first loop goes through is made before anything is collected
             return iterates or inner is None or inner is not outer.generators[0]
-        iterates = iterates and not isinstance(outer, ast.Call)
     return False
 
 

@@ -152,7 +152,7 @@ class Graft:
         if len(theirs) == len(mine):
             self._ids.update(zip(theirs, mine, strict=True))
         else:
-            self._differ(path, f"a container with {len(theirs)} numbers that id() gives of what is not attached", old)
+            self._differ(path, f"a dictionary with {len(theirs)} keys that id() gives of what is not attached", old)
 
     def _pairs(self, new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
         if isinstance(new, dict):
@@ -489,12 +489,14 @@ class Graft:
 
     def _sparse(self, parts: list[Any], here: Any) -> torch.Tensor:
         _, _, shape, device, (layout, coalesced, held), gradient, _ = parts
-        *indices, values = (self.value(each).to(device) for each in held)
+        held = [self.value(each).to(device) for each in held]
         if layout == "sparse_coo":
-            made = torch.sparse_coo_tensor(*indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+            indices, values = held
+            made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
         else:
+            rows, columns, values = held
             kind = getattr(torch, layout)
-            made = torch.sparse_compressed_tensor(*indices, values, shape, layout=kind, check_invariants=False)
+            made = torch.sparse_compressed_tensor(rows, columns, values, shape, layout=kind, check_invariants=False)
         if here is not MISSING and here.layout is made.layout is torch.sparse_coo and here.is_leaf:
             with torch.no_grad():
                 here.copy_(made)._coalesced_(coalesced)

@@ -32,6 +32,7 @@ from shared_core.worker.variables.kinds import (
 from shared_core.worker.variables.liveness import READS_ALL, live
 from shared_core.worker.variables.writer import Unbound
 
+_WRAPPERS = (classmethod, staticmethod)
 _WRITES_THROUGH = sys.version_info >= (3, 13)
 
 #: What holds the variables of a scope. A framework may tell of its objects at any time; all other scopes are there
@@ -116,11 +117,14 @@ class _Class:
         if not self._names.names:
             return None
         where = self._name.partition(":")[2]
-        return Scope(self._name, "class", where, self._names, self._names.values(own), self._cls)
+        values = [each.__func__ if isinstance(each, _WRAPPERS) else each for each in self._names.values(own)]
+        return Scope(self._name, "class", where, self._names, values, self._cls)
 
 
 def _may_change(value: Any) -> bool:
     """Whether an attribute of a class is state: also a method that a decorator of the script has made."""
+    if isinstance(value, _WRAPPERS):
+        return isinstance(value.__func__, types.FunctionType) and _may_change(value.__func__)
     if isinstance(value, types.FunctionType) and not of_libraries(value.__code__.co_filename):
         held = set(value.__code__.co_freevars) - {"__class__"}
         return bool(held or value.__dict__ or any(kind_of(type(each)) != "atom" for each in value.__defaults__ or ()))

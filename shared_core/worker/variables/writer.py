@@ -513,7 +513,7 @@ def _values_of(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
 def owner_of(thing: Any) -> Any:
     """The tensor or array of which this one is a part; None if it has its own memory, or may not be written to."""
     if isinstance(thing, torch.Tensor):
-        base = thing._base if thing._is_view() else None
+        base: Any = thing._base if thing._is_view() else None
         plain = base is not None and type(base) in (torch.Tensor, nn.Buffer) and base.layout is torch.strided
         return base if plain and base.dtype == thing.dtype and not base.requires_grad else None
     base = thing.base
