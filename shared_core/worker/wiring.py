@@ -92,7 +92,7 @@ class WorkerRuntime:
             after=self._updated,
             fence=lambda: self.start.checkpoints.fence(),
             stable=lambda: runtime.stable,
-            # On several machines no rank knows in time which step boundaries the others have published.
+            # With several machines each worker keeps all by itself.
             shared=None if len(env.machines) > 1 else SharedImages(env.job_dir, env.restart, env.rank, env.world_size),
         )
         buckets = self.buckets = Buckets(runtime, publisher, position, unmarked.trains_unattached)
