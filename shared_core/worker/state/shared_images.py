@@ -7,7 +7,6 @@ assumed. The parts are files in the job's folder, which outlive their writers: a
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,8 +22,6 @@ from shared_core.worker.spans import Span, divided
 _SLOTS = 2
 #: Parameters are cut at multiples of so many bytes.
 _UNIT = 4 << 10
-#: What the heads of parts say, two words each: the version, and a stamp, which no half-written part has.
-_WORDS = 2
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -43,6 +40,31 @@ class Layout:
         return (self.key ^ ((version + 1) * _ODD)) & _MASK or 1
 
 
+class _Heads:
+    """What is in each slot of each rank: a version, and a stamp, which is 0 while the part is being written. Written
+    and read without a lock.
+    """
+
+    def __init__(self, path: Path, slots: int) -> None:
+        self._words = memoryview(map_file(path, 16 * slots)).cast("Q")
+
+    def stamp(self, slot: int) -> int:
+        return self._words[2 * slot]
+
+    def version(self, slot: int) -> int:
+        return self._words[2 * slot + 1]
+
+    def empty(self, slot: int) -> None:
+        self._words[2 * slot] = 0
+
+    def fill(self, slot: int, version: int, stamp: int) -> None:
+        self._words[2 * slot + 1] = version
+        self._words[2 * slot] = stamp  # last: from here on others read the part
+
+    def find(self, slots: Iterable[int], stamp: int) -> int | None:
+        return next((slot for slot in slots if self._words[2 * slot] == stamp), None)
+
+
 class SharedImages:
     """The parts of one rank, and those of the others. The program's thread calls, but for :meth:`read`.
 
@@ -53,7 +75,7 @@ class SharedImages:
 
     def __init__(self, job_dir: Path, attempt: int, rank: int, world_size: int) -> None:
         self._job_dir, self._attempt, self._rank, self._world_size = job_dir, attempt, rank, world_size
-        self._heads_map: mmap.mmap | None = None
+        self._heads: _Heads | None = None
         self._layout: Layout | None = None
         self._rooms: dict[int, torch.Tensor] = {}
         self._attached = 0
@@ -85,11 +107,10 @@ class SharedImages:
         layout = self._layout
         if layout is None or not (spans := layout.parts[self._rank]):
             return
-        heads, stamp, mine = self._heads(), layout.stamp(version), range(_SLOTS * self._rank, _SLOTS * (self._rank + 1))
-        if any(heads[_WORDS * slot + 1] == stamp for slot in mine):
+        heads, stamp, mine = self._all_heads(), layout.stamp(version), _slots(self._rank)
+        if heads.find(mine, stamp) is not None:
             return
-        free = (slot for slot in mine if heads[_WORDS * slot + 1] == 0 or heads[_WORDS * slot] < oldest)
-        slot = next(free, None)
+        slot = next((each for each in mine if heads.stamp(each) == 0 or heads.version(each) < oldest), None)
         tensors = {span.tensor: parameters[layout.places[span.tensor]] for span in spans}
         if slot is None or any(not _plain(t) or (t.shape, t.dtype) != layout.like[i] for i, t in tensors.items()):
             return
@@ -98,13 +119,12 @@ class SharedImages:
         except OutOfResources:
             self._layout = None
             return
-        heads[_WORDS * slot + 1] = 0
+        heads.empty(slot)
         flat = {i: _bytes(tensor) for i, tensor in tensors.items()}
         torch._foreach_copy_(
             list(room.split([span.size for span in spans])), [flat[s.tensor][s.start : s.stop] for s in spans]
         )
-        heads[_WORDS * slot] = version
-        heads[_WORDS * slot + 1] = stamp
+        heads.fill(slot, version, stamp)
 
     def _room(self, slot: int, size: int) -> torch.Tensor:
         if slot not in self._rooms:
@@ -115,11 +135,11 @@ class SharedImages:
         rank, number = divmod(slot, _SLOTS)
         return self._job_dir / f"rank{rank}" / f"attempt{self._attempt}" / f"image{number}"
 
-    def _heads(self) -> memoryview:
-        if self._heads_map is None:
+    def _all_heads(self) -> _Heads:
+        if self._heads is None:
             path = self._job_dir / f"images{self._attempt}.{self._world_size}"
-            self._heads_map = map_file(path, 8 * _WORDS * _SLOTS * self._world_size)
-        return memoryview(self._heads_map).cast("Q")
+            self._heads = _Heads(path, _SLOTS * self._world_size)
+        return self._heads
 
     # -- all parts ---------------------------------------------------------------------------------
 
@@ -133,9 +153,7 @@ class SharedImages:
         return SharedImage(self, layout, version, tuple(places))
 
     def _slot(self, layout: Layout, rank: int, version: int) -> int | None:
-        heads, stamp = self._heads(), layout.stamp(version)
-        slots = range(_SLOTS * rank, _SLOTS * (rank + 1))
-        return next((slot for slot in slots if heads[_WORDS * slot + 1] == stamp), None)
+        return self._all_heads().find(_slots(rank), layout.stamp(version))
 
     def read(self, layout: Layout, version: int, places: Iterable[int]) -> dict[int, torch.Tensor]:
         """Copies of the parameters at ``places``, contiguous. Raises RecoveryFailed if a part is no longer there."""
@@ -169,6 +187,10 @@ class SharedImage:
     def read(self) -> dict[int, torch.Tensor]:
         """See :meth:`SharedImages.read`."""
         return self.shared.read(self.layout, self.version, self.places)
+
+
+def _slots(rank: int) -> range:
+    return range(_SLOTS * rank, _SLOTS * (rank + 1))
 
 
 def _plain(tensor: torch.Tensor) -> bool:
