@@ -171,3 +171,12 @@ def test_other_tensors_are_not_shared(tmp_path: Path, other: torch.Tensor) -> No
     for each in ranks:
         each.put(1, 1, [torch.zeros(4), other])
     assert ranks[0].complete(1, [0]) is None
+
+
+def test_without_room_for_one_part_nothing_is_complete(tmp_path: Path) -> None:
+    parameters = random_parameters([(64, 256)], torch.float32)
+    ranks = ranks_of(tmp_path, 2, parameters)
+    (tmp_path / "rank1" / "attempt0").rmdir()
+    for each in ranks:
+        each.put(1, 1, by_place(parameters))
+    assert ranks[0].complete(1, [0]) is None
