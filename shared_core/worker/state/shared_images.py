@@ -7,6 +7,7 @@ assumed. The parts are files in the job's folder, which outlive their writers: a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -98,7 +99,6 @@ class SharedImages:
 
     # -- this rank's part --------------------------------------------------------------------------
 
-    @torch.no_grad()
     def put(self, version: int, oldest: int, parameters: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of the parameters, which have had ``version`` updates, unless it is there. Nobody asks
         for what is older than ``oldest``: its room is used again. Without room nothing is copied, and all ranks see
@@ -120,10 +120,10 @@ class SharedImages:
             self._layout = None
             return
         heads.empty(slot)
-        flat = {i: _bytes(tensor) for i, tensor in tensors.items()}
-        torch._foreach_copy_(
-            list(room.split([span.size for span in spans])), [flat[s.tensor][s.start : s.stop] for s in spans]
-        )
+        at = room.data_ptr()
+        for span in spans:  # of contiguous tensors; a call of torch's takes twice as long where caches are cold
+            ctypes.memmove(at, tensors[span.tensor].data_ptr() + span.start, span.size)
+            at += span.size
         heads.fill(slot, version, stamp)
 
     def _room(self, slot: int, size: int) -> torch.Tensor:
