@@ -41,9 +41,9 @@ def sabotage(what: str, rank: int) -> None:
             self._path(2 * rank + slot).unlink(missing_ok=True)
 
     if what == "none":
-        UpdateImages.add_to = forget  # type: ignore[method-assign]
+        UpdateImages.add_to = forget  # type: ignore[assignment, method-assign]
     elif rank == 2:
-        changed = {"spoilt": spoil, "removed": remove, "missing": lambda *_: None}[what]
+        changed: Any = {"spoilt": spoil, "removed": remove, "missing": lambda *_: None}[what]
         SharedImages.put = changed  # type: ignore[method-assign]
 
 

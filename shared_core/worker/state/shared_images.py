@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -158,7 +159,7 @@ class SharedImages:
     def read(self, layout: Layout, version: int, places: Iterable[int]) -> dict[int, torch.Tensor]:
         """Copies of the parameters at ``places``, contiguous. Raises RecoveryFailed if a part is no longer there."""
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in layout.like]
-        flat = [_bytes(tensor).numpy() for tensor in tensors]
+        flat: list[Any] = [_bytes(tensor).numpy() for tensor in tensors]
         for rank, spans in enumerate(layout.parts):
             slot = self._slot(layout, rank, version) if spans else None
             if slot is None and spans:
