@@ -61,6 +61,7 @@ from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.overflow import overflow
 from shared_core.worker.state.overlapped import Overlapped
 from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.shared_images import SharedImages
 from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin, Variables
 
@@ -88,6 +89,8 @@ class WorkerRuntime:
             after=self._updated,
             fence=lambda: self.start.checkpoints.fence(),
             stable=lambda: runtime.stable,
+            # With several machines each worker keeps all by itself.
+            shared=None if len(env.machines) > 1 else SharedImages(env.job_dir, env.restart, env.rank, env.world_size),
         )
         buckets = self.buckets = Buckets(runtime, publisher, position, unmarked.trains_unattached)
         forward_recorder = self.forward_recorder = ForwardRecorder(runtime, publisher, updates, parts, position)

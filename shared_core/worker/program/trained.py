@@ -117,9 +117,8 @@ class Trained:
                 module.reshard()  # after an evaluation the root's parameters are whole
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
-        self._unoptimized = UnoptimizedParameters(
-            replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
-        )
+        summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
+        self._unoptimized = UnoptimizedParameters(replicated, summed)
         # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
         # A shard is published with all that was changed.
         unoptimized = self._unoptimized if alike and not self._config.reroutes and not divided else None
@@ -130,6 +129,7 @@ class Trained:
             own=bool(divided),
             unoptimized=unoptimized,
             parts=self._overlaps,
+            summed=summed if alike and not divided and not self._overlaps else (),
         )
         self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)

@@ -55,7 +55,10 @@ class ForwardRecorder:
         worker had. Called on the thread of backward.
         """
         inject.point("bucket")
-        if self._position.joining or self._updates.computes_again:
+        if self._position.joining:
+            return
+        if self._updates.computes_again:
+            self._updates.share_images()
             return
         graph = torch._C._current_graph_task_id()
         mutations = hash(tuple((id(b), b._version) for b in self._buffers().values()))

@@ -4,7 +4,7 @@ already contains them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.given_state import GivenState
 from shared_core.worker.state.incremental_copy import Followers
 from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.shared_images import SharedImages
 from shared_core.worker.state.undo import Parts, Undo
 from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.update_count import Count
@@ -30,6 +31,7 @@ class Updates:
             boundaries once the script changes it outside updates.
         fence: blocks until what is being copied may be changed.
         stable: gives the newest step boundary that every rank has published.
+        shared: where the ranks of this machine keep parameters together; None where there are several machines.
     """
 
     def __init__(
@@ -39,13 +41,14 @@ class Updates:
         after: Callable[[], None] = lambda: None,
         fence: Callable[[], None] = lambda: None,
         stable: Callable[[], int] = lambda: 0,
+        shared: SharedImages | None = None,
     ) -> None:
         self._fence = fence
         self._count = Count()
         self._undo: Undo | None = None
         self.replicated: Replicated | None = None
         self.outside, self.followers = ExternalMutation(preimages), Followers()
-        self._images = UpdateImages(preimages, self._count, stable, self.outside)
+        self._images = UpdateImages(preimages, self._count, stable, self.outside, shared)
         self.gate = UpdateGate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
         self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
@@ -79,6 +82,13 @@ class Updates:
         """
         self._images.want(at_once=at_once)
 
+    def share_images(self) -> None:
+        """Call in a backward in which all ranks take part, before this one gives gradients to the others: the
+        parameters are what they will be before the next update.
+        """
+        if self.replicated is not None:
+            self._images.share(self.replicated)
+
     @property
     def computes_again(self) -> bool:
         """Whether a replacement has, at each place, the parameters that the failed worker had there."""
@@ -98,6 +108,7 @@ class Updates:
         own: bool = False,
         unoptimized: UnoptimizedParameters | None = None,
         parts: bool = False,
+        summed: Collection[int] = (),
     ) -> None:
         """Watch the optimizers of ``replicated`` from now on.
 
@@ -111,6 +122,8 @@ class Updates:
             own: parameters and optimizer state are divided over the ranks: each publishes its shard, and nobody is
                 given one.
             parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
+            summed: identities (``id``) of parameters whose gradients are the same on all ranks, because each calls
+                :meth:`share_images` and gives its own before an update.
 
         Raises:
             UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not
@@ -126,7 +139,10 @@ class Updates:
         with self.gate.condition:
             self.replicated = replicated
             self.followers.able = not sharded and not own and made is None
-            self._images.attach(len(replicated.optimizers), sharded, own)
+            stepped = replicated.stepped()
+            same = {i: p for i, p in enumerate(replicated.parameters) if id(p) in stepped}
+            same = same if stepped.issubset(summed) else {}
+            self._images.attach(len(replicated.optimizers), sharded, own, same=same)
             self.given.attach(None if own else replicated, sharded, self._undo, made)
             self.outside.attach(replicated, unoptimized)
             self.steps.attach(replicated, made, own)
