@@ -559,7 +559,7 @@ def test_keys_that_id_gives(early: bool) -> None:
     if early:
         assert (second, refused) == (first, ""), refused
     else:
-        assert "`seen`" in refused and "a container with 3 numbers that id() gives" in refused
+        assert "`seen`" in refused and "a dictionary with 3 keys that id() gives" in refused
 
 
 @pytest.mark.parametrize("adds", [False, True])

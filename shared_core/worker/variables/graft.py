@@ -26,7 +26,16 @@ from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.randomness import new_generator, set_generator_state
 from shared_core.worker.variables.attached_memory import shows
-from shared_core.worker.variables.kinds import ITERATORS, RANDOM, VALUES, kind_of, name_of, numbers_of_c, slots_of
+from shared_core.worker.variables.kinds import (
+    ITERATORS,
+    RANDOM,
+    VALUES,
+    attributes_of_class,
+    kind_of,
+    name_of,
+    numbers_of_c,
+    slots_of,
+)
 from shared_core.worker.variables.writer import (
     MODULE_PARTS,
     OF_DATA,
@@ -47,7 +56,7 @@ from shared_core.worker.variables.writer import (
 #: Kinds of objects that are never filled.
 _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
 #: Kinds of objects that are filled, but not made.
-_NEVER_MADE = frozenset({"namespace", "scripted", "context", "cache", "logger"})
+_NEVER_MADE = frozenset({"class", "namespace", "scripted", "context", "cache", "logger"})
 _PLAIN = (list, dict, set)
 _STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
@@ -373,7 +382,11 @@ class Graft:
 
     def _fill_in_place(self, kind: str, here: Any, parts: list[Any]) -> None:
         """What can only be changed, not made."""
-        if kind == "namespace":
+        if kind == "class":
+            for name, value in parts[1].items():
+                if (found := self.value(value)) is not attributes_of_class(here).get(name):
+                    type.__setattr__(here, name, found)
+        elif kind == "namespace":
             vars(here).update((name, self.value(value)) for name, value in parts[0].items())
         elif kind == "context":
             if (value := self.value(parts[1])) is not MISSING:
@@ -571,6 +584,8 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
         return bool(old.maxlen == parts[1])
     if kind in ("context", "logger"):
         return bool(old.name == parts[0])
+    if kind == "class":
+        return bool(name_of(old) == parts[0])
     return True
 
 
@@ -578,6 +593,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     """What a description holds that may be objects, by place."""
     if kind in ("object", "module", "namespace", "scripted"):
         return {f".{name}": value for name, value in parts[0].items()}
+    if kind == "class":
+        return {f".{name}": value for name, value in parts[1].items()}
     if kind == "context":
         return {"value": parts[1]}
     if kind == "cache":
@@ -648,6 +665,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "module": state_of,
     "namespace": namespace_of,
     "scripted": tensors_of,
+    "class": attributes_of_class,
 }
 
 

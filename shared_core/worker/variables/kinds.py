@@ -158,8 +158,8 @@ ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-#: Types of what makes up a class besides its state.
-OF_CLASSES = (
+_WRAPPERS = (classmethod, staticmethod)
+_OF_CLASSES = (
     types.FunctionType,
     classmethod,
     staticmethod,
@@ -169,6 +169,27 @@ OF_CLASSES = (
     types.ModuleType,
     type,
 )
+
+
+def attributes_of_class(cls: type) -> dict[str, Any]:
+    """Its own attributes, without methods, properties and other code that holds nothing."""
+    own = {k: v for k, v in vars(cls).items() if not is_dunder(k) and k != "_abc_impl"}
+    return {k: unwrapped(v) for k, v in own.items() if _may_change(v)}
+
+
+def unwrapped(value: Any) -> Any:
+    """The function of a class method or static method; anything else as it is."""
+    return value.__func__ if isinstance(value, _WRAPPERS) else value
+
+
+def _may_change(value: Any) -> bool:
+    """Whether an attribute of a class is state: also a method that a decorator of the script has made."""
+    if isinstance(value, _WRAPPERS):
+        return isinstance(value.__func__, types.FunctionType) and _may_change(value.__func__)
+    if isinstance(value, types.FunctionType) and not of_libraries(value.__code__.co_filename):
+        held = set(value.__code__.co_freevars) - {"__class__"}
+        return bool(held or value.__dict__ or any(kind_of(type(each)) != "atom" for each in value.__defaults__ or ()))
+    return not isinstance(value, _OF_CLASSES)
 
 
 def is_dunder(name: str) -> bool:
@@ -348,6 +369,13 @@ def name_of(thing: Any) -> str:
     if isinstance(thing, types.ModuleType):
         return f"{thing.__name__}:"
     return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def is_made_in_a_function(thing: Any) -> bool:
+    """Whether it is a class of the script that no name of a module leads to."""
+    if not isinstance(thing, type) or "<locals>" not in thing.__qualname__ or is_of_library(thing):
+        return False
+    return not of_libraries(getattr(sys.modules.get(thing.__module__), "__file__", None))
 
 
 def is_loaded_apart(thing: Any) -> bool:

@@ -20,19 +20,19 @@ from shared_core.loaders.randomness import read_random, write_random
 from shared_core.worker.variables.expressions import names_read
 from shared_core.worker.variables.kinds import (
     LIBRARIES,
-    OF_CLASSES,
     OURS,
     SCRIPT_FOLDERS,
+    attributes_of_class,
     is_bound,
     is_dunder,
     is_loaded_apart,
     kind_of,
     of_libraries,
+    unwrapped,
 )
 from shared_core.worker.variables.liveness import READS_ALL, live
 from shared_core.worker.variables.writer import Unbound
 
-_WRAPPERS = (classmethod, staticmethod)
 _WRITES_THROUGH = sys.version_info >= (3, 13)
 
 #: What holds the variables of a scope. A framework may tell of its objects at any time; all other scopes are there
@@ -113,22 +113,12 @@ class _Class:
         own = self._own
         if len(own) != self._size or any(each not in own for each in self._names.names):
             self._size = len(own)
-            self._names = Names(k for k, v in own.items() if not (is_dunder(k) or k == "_abc_impl") and _may_change(v))
+            self._names = Names(attributes_of_class(self._cls))
         if not self._names.names:
             return None
         where = self._name.partition(":")[2]
-        values = [each.__func__ if isinstance(each, _WRAPPERS) else each for each in self._names.values(own)]
+        values = [unwrapped(each) for each in self._names.values(own)]
         return Scope(self._name, "class", where, self._names, values, self._cls)
-
-
-def _may_change(value: Any) -> bool:
-    """Whether an attribute of a class is state: also a method that a decorator of the script has made."""
-    if isinstance(value, _WRAPPERS):
-        return isinstance(value.__func__, types.FunctionType) and _may_change(value.__func__)
-    if isinstance(value, types.FunctionType) and not of_libraries(value.__code__.co_filename):
-        held = set(value.__code__.co_freevars) - {"__class__"}
-        return bool(held or value.__dict__ or any(kind_of(type(each)) != "atom" for each in value.__defaults__ or ()))
-    return not isinstance(value, OF_CLASSES)
 
 
 def _classes(value: type, module: str) -> Iterator[_Class]:
@@ -202,7 +192,6 @@ class Scopes:
         self._known: set[int] = set()
         self._plans: dict[tuple[str, Any], _Plan] = {}
         self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
-        self._local: dict[int, tuple[type, list[_Class]]] = {}
 
     def find(self, frame: types.FrameType | None, told: Iterable[ToldVariables]) -> Iterator[Scope]:
         """All scopes: told objects first, then frames from ``frame`` outward, then modules and their classes."""
@@ -220,11 +209,7 @@ class Scopes:
                 if code.co_name != "<module>":
                     name = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
                     number = times[name] = times.get(name, 0) + 1
-                    scope = self._of_frame(frame, f"{name} {number}")
-                    yield scope
-                    for value in scope.values:
-                        if isinstance(value, type) and "<locals>" in value.__qualname__:
-                            yield from self._of_class(value)
+                    yield self._of_frame(frame, f"{name} {number}")
                 else:
                     running[id(frame.f_globals)] = frame
                     if frame.f_globals.get("__name__") == "__main__":
@@ -232,15 +217,6 @@ class Scopes:
             frame = frame.f_back
         for name, own in self._own_modules(running):
             yield from self._of_module(name, own, running.get(id(own)))
-
-    def _of_class(self, cls: type) -> Iterator[Scope]:
-        """Of a class that a running function has made."""
-        known = self._local.get(id(cls))
-        if known is None or known[0] is not cls:
-            known = self._local[id(cls)] = cls, list(_classes(cls, cls.__module__))
-        for each in known[1]:
-            if (found := each.scope()) is not None:
-                yield found
 
     def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
         modules = OWN_MODULES.look()

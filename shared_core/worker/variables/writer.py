@@ -41,9 +41,11 @@ from shared_core.worker.variables.attached_memory import AttachedMemory
 from shared_core.worker.variables.kinds import (
     OURS,
     VALUES,
+    attributes_of_class,
     is_bound,
     is_dunder,
     is_loaded_apart,
+    is_made_in_a_function,
     kind_of,
     name_of,
     numbers_of_c,
@@ -384,6 +386,8 @@ class _Values(_Pickler):
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
             kind = "named"
+        elif kind == "named" and is_made_in_a_function(obj):
+            kind = "class"
         elif kind == "named" and is_loaded_apart(obj):
             kind = "namespace"
         elif kind == "tensor" and (obj.is_quantized or obj.is_nested or obj.layout not in _LAYOUTS):
@@ -767,6 +771,7 @@ def _last(table: dict[Any, Any]) -> list[Any]:
 
 _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "object": _object,
+    "class": lambda _, thing: (name_of(thing), attributes_of_class(thing)),
     "namespace": lambda _, thing: (namespace_of(thing),),
     "scripted": lambda _, thing: (tensors_of(thing),),
     "context": lambda _, thing: (thing.name, thing.get(Unbound)),
