@@ -122,7 +122,7 @@ def test_the_quick_start_of_the_readme(tmp_path: Path) -> None:
     first = "from __future__ import annotations\n"
     script = tmp_path / name
     script.parent.mkdir()
-    script.write_text((ROOT / name).read_text().replace(first, first + armed(Fault(1, 5, "bucket", "SIGKILL")), 1))
+    script.write_text((ROOT / name).read_text().replace(first, first + armed(Fault(1, 2, "bucket", "SIGKILL")), 1))
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_") and k != "OMP_NUM_THREADS"}
     command = [sys.executable, name, "--windows", "64", "--epochs", "1"]
     done = subprocess.run(
