@@ -31,6 +31,7 @@ from shared_core.worker.variables.kinds import (
     RANDOM,
     VALUES,
     attributes_of_class,
+    attributes_of_tensor,
     kind_of,
     name_of,
     numbers_of_c,
@@ -522,7 +523,7 @@ class Graft:
         values = {name: self.value(value) for name, value in own.items()}
         if made.is_leaf and made.requires_grad:
             made.grad = values.pop("grad", None)
-        for name in [each for each in made.__dict__ if each not in values and each not in self._writer.ignored]:
+        for name in attributes_of_tensor(made).keys() - values.keys() - self._writer.ignored:
             del made.__dict__[name]
         made.__dict__.update(values)
 
@@ -654,7 +655,7 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
     if kind == "partial":
         return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
     if kind == "tensor":
-        own = dict(here.__dict__, grad=here.grad) if here.is_leaf else here.__dict__
+        own = attributes_of_tensor(here) | ({"grad": here.grad} if here.is_leaf else {})
         return {f".{name}": value for name, value in own.items() if value is not None}
     return {}
 

@@ -386,3 +386,9 @@ def is_loaded_apart(thing: Any) -> bool:
     if file is None:
         return thing.__spec__ is None and thing.__name__.partition(".")[0] not in LIBRARIES
     return sys.modules.get(thing.__name__) is not thing and not of_libraries(file)
+
+
+def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a script has added to a tensor. Those of libraries begin with ``_``, or with ``ds_``, as DeepSpeed's do."""
+    own = tensor.__dict__
+    return {k: v for k, v in own.items() if not k.startswith(("_", "ds_"))} if own else {}

@@ -26,7 +26,7 @@ from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import is_of_library, kind_of
+from shared_core.worker.variables.kinds import attributes_of_tensor, is_of_library, kind_of
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, let_go, script_frames
 from shared_core.worker.variables.settings import ProcessSettings
 from shared_core.worker.variables.writer import (
@@ -286,7 +286,7 @@ class Variables:
         if self._held is not None:
             return self._held[0]
         begun = time.thread_time()
-        self._tell_tensors(name for name, each in self._tensors if each.__dict__)
+        self._tell_tensors(name for name, each in self._tensors if attributes_of_tensor(each))
         scopes = self._find(sys._getframe(1))
         self._writer.memory.refresh()
         now = self._write(scopes)
@@ -316,7 +316,7 @@ class Variables:
             tensor = self._parts.get(name)
             if name not in self._told and type(tensor) in _PLAIN_TENSORS:
                 self._attached.append(name)
-                self.tell(name, tensor, (each for each in vars(tensor) if each.startswith("_")))
+                self.tell(name, tensor, vars(tensor).keys() - attributes_of_tensor(tensor).keys())
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))

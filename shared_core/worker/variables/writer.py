@@ -42,6 +42,7 @@ from shared_core.worker.variables.kinds import (
     OURS,
     VALUES,
     attributes_of_class,
+    attributes_of_tensor,
     is_bound,
     is_dunder,
     is_loaded_apart,
@@ -486,7 +487,7 @@ def _tensor(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
 
 def own_of(writer: ValueWriter, thing: torch.Tensor) -> dict[str, Any]:
     """The gradient of a leaf, and attributes that the script has given a tensor."""
-    own = {k: v for k, v in thing.__dict__.items() if k not in writer.ignored}
+    own = {k: v for k, v in attributes_of_tensor(thing).items() if k not in writer.ignored}
     return {**own, "grad": thing.grad} if thing.is_leaf and thing.requires_grad and thing.grad is not None else own
 
 
