@@ -46,10 +46,16 @@ WAYS: dict[str, tuple[list[str], str]] = {
     "skip_1": (["--stage", "1", "--skip"], "DeepSpeedZeroOptimizer"),
     "skip_3": (["--stage", "3", "--skip"], "DeepSpeedZeroOptimizer_Stage3"),
 }
-CASES = {f"{stage}-{name}": (stage, name) for stage in STAGES for name in LOSSES}
+#: With stage 0, which is DDP, a step has too few collectives for some.
+CASES = {
+    f"{stage}-{name}": (stage, name)
+    for stage in STAGES
+    for name, (_, faults) in LOSSES.items()
+    if stage != "0" or all(each.nth == 1 for each in faults)
+}
 
 
-@pytest.mark.parametrize("case", few(CASES, "0-in_the_update"))
+@pytest.mark.parametrize("case", few(CASES, "2-late_in_the_step", "3-in_the_update"))
 def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     stage, name = CASES[case]
     nproc, faults = LOSSES[name]

@@ -314,7 +314,7 @@ class Variables:
         """Capture the attributes that the script has given these parameters and buffers."""
         for name in names:
             tensor = self._parts.get(name)
-            if name not in self._told and type(tensor) in _PLAIN_TENSORS:
+            if name not in self._told and isinstance(tensor, _PLAIN_TENSORS) and type(tensor) in _PLAIN_TENSORS:
                 self._attached.append(name)
                 self.tell(name, tensor, vars(tensor).keys() - attributes_of_tensor(tensor).keys())
 
