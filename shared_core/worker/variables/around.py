@@ -150,7 +150,7 @@ def _collecting(frame: types.FrameType) -> str:
         module = str(frame.f_globals.get("__name__"))
         return "" if module.partition(".")[0] in LIBRARIES else f"{module}.{frame.f_code.co_name}()"
     call = next(iter(way_to(frame.f_code, frame.f_lasti)), None)
-    if not isinstance(call, ast.Call):
+    if not isinstance(call, ast.Call) or asks_again(frame.f_code, frame.f_lasti):
         return ""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     return "" if name in _ONE else f"{ast.unparse(call.func)}()"

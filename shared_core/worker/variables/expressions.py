@@ -46,6 +46,10 @@ def way_to(code: types.CodeType, last: int) -> tuple[ast.AST, ...]:
     found = at.get((line, column, end_line, end_column))
     if found is None:  # a call of a method begins at its name there
         found = at.get((end_line, end_column))
+    outer = around.get(found) if found is not None and asks_again(code, last) else None
+    if isinstance(outer, (ast.For, ast.AsyncFor, ast.comprehension)) and outer.iter is found:
+        # from Python 3.13 on what a loop goes through is the place where it asks
+        found = around[outer] if isinstance(outer, ast.comprehension) else outer
     way: list[ast.AST] = []
     whole = _WHOLE.get(code.co_name, ast.stmt)
     while found is not None:
@@ -96,6 +100,8 @@ def loops_around(code: types.CodeType, last: int) -> frozenset[ast.AST]:
 
 def asks_again(code: types.CodeType, last: int) -> bool:
     """Whether the running instruction is that of a loop over what it asks."""
+    while last > 0 and code.co_code[last] == dis.opmap["CACHE"]:  # Python 3.12 is past it when it asks again
+        last -= 2
     return code.co_code[last] == dis.opmap["FOR_ITER"]
 
 
