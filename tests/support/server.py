@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import importlib
 import json
@@ -19,7 +20,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
@@ -81,7 +81,7 @@ class Server:
 
 
 def _connect(module: str) -> socket.socket:
-    """A connection to a server of its own, whose processes are started if no other test process of this run has."""
+    """Connect to a new server. The first test process of a run that needs one starts the processes behind it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     names = {each: f"\0swift-tests-{run}-{each}" for each in (PLAIN, WARM)}
     while True:
@@ -97,8 +97,10 @@ def _connect(module: str) -> socket.socket:
                 listener.bind(name)
                 listener.listen()
             _start(listeners)
-        except OSError:  # another test process is about to listen
-            time.sleep(0.01)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            os.sched_yield()  # another test process has the name, and is about to listen
         finally:
             for listener in listeners:
                 listener.close()

@@ -216,6 +216,18 @@ def a_ragged_tensor(again: bool) -> Any:
         table = table * step
 
 
+choose = first_choice = lambda one: one  # noqa: E731
+
+
+def a_lambda_of_the_module(again: bool) -> Any:
+    global choose
+    choose = first_choice
+    for step in steps(again):
+        if step == 2:
+            exec("choose = lambda one: -one", globals())
+        choose(step)
+
+
 def a_closure(again: bool) -> Any:
     rate = lambda step: step  # noqa: E731
     for step in steps(again):
@@ -230,6 +242,7 @@ def a_closure(again: bool) -> Any:
         (results_that_come_late, "`registry` (test_places_here.py) was a cache with a result that has changed"),
         (other_hooks, "`net` (test_places_here.py:"),
         (a_ragged_tensor, "`table` (test_places_here.py:"),
+        (a_lambda_of_the_module, "`choose` (test_places_here.py"),
         (a_closure, "was another function <lambda>"),
     ],
 )

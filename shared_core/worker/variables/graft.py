@@ -393,8 +393,8 @@ class Graft:
             if (value := self.value(parts[1])) is not MISSING:
                 here.set(value)
         elif kind == "logger":
-            _, here.level, here.disabled, here.propagate = parts
-            here.manager._clear_cache()
+            _, level, here.disabled, here.propagate = parts
+            here.setLevel(level)
         elif kind == "scripted":
             for value in parts[0].values():
                 self.value(value)

@@ -132,18 +132,18 @@ def _classes(value: type, module: str) -> Iterator[_Class]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is looked at in a module, valid while its namespace has ``size`` names, and ``functions`` under theirs."""
+    """What is looked at in a module, valid while it has ``size`` names, and ``codes`` under those of functions."""
 
     size: int
     names: Names
     where: str
     classes: list[_Class]
     defined: Names
-    functions: Sequence[Any]
+    codes: Sequence[Any]
 
     def holds(self, own: Mapping[str, Any]) -> bool:
         """Raises KeyError if a name is missing."""
-        return self.size == len(own) and all(map(is_, self.functions, self.defined.values(own)))
+        return self.size == len(own) and all(map(is_, self.codes, _codes(self.defined, own)))
 
 
 class _OwnModules:
@@ -294,7 +294,12 @@ def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Pla
     file = Path(own.get("__file__") or name).name
     defined = Names(functions)
     where = file if frame is None else f"{file}:{frame.f_lineno}"
-    return _Plan(len(own), Names(names), where, classes, defined, defined.values(own))
+    return _Plan(len(own), Names(names), where, classes, defined, _codes(defined, own))
+
+
+def _codes(defined: Names, own: Mapping[str, Any]) -> list[Any]:
+    """Of functions: a closure that a loop defines again is another object with the same code."""
+    return [getattr(each, "__code__", None) for each in defined.values(own)]
 
 
 def _has_state(function: types.FunctionType, module: str) -> bool:

@@ -37,9 +37,8 @@ class ProcessSettings:
         self._seen, self._changed = dict[bytes, bytes](), dict[bytes, bytes | None]()
 
     def read(self) -> dict[str, Any]:
-        """As plain data: torch's default type, choices and number of threads, NumPy's errors and how it
-        prints, the precision of ``decimal``, levels of logging, the working folder, and what has changed in the
-        environment.
+        """As plain data: torch's default type, choices and number of threads, NumPy's errors and how it prints, the
+        precision of ``decimal``, levels of logging, the working folder, and what has changed in the environment.
         """
         context, folder = decimal.getcontext(), ""
         with suppress(OSError):  # it has been removed

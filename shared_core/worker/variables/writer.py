@@ -593,15 +593,22 @@ _MARKS: dict[int, tuple[types.CodeType, int]] = {}
 
 
 def mark_of(function: types.FunctionType) -> int:
-    """By which functions of one name are told apart, such as two that ``lambda`` makes; 0 for those of a module."""
-    return mark_of_code(function.__code__) if "<locals>" in function.__qualname__ else 0
+    """By which functions of one name are told apart, such as two that ``lambda`` makes; 0 where the name is enough."""
+    return mark_of_code(function.__code__) if "<" in function.__qualname__ else 0
 
 
 def mark_of_code(code: types.CodeType) -> int:
     """A checksum of what code does, whatever the lines where it stands."""
     known = _MARKS.get(id(code))
     if known is None:
-        held = [mark_of_code(each) if isinstance(each, types.CodeType) else repr(each) for each in code.co_consts]
+        held = [
+            mark_of_code(each)
+            if isinstance(each, types.CodeType)
+            else sorted(map(repr, each))  # in the same order in each process
+            if isinstance(each, frozenset)
+            else repr(each)
+            for each in code.co_consts
+        ]
         names = code.co_names, code.co_varnames, code.co_freevars
         known = _MARKS[id(code)] = code, zlib.crc32(repr((code.co_code, names, held)).encode())
     return known[1]
