@@ -405,7 +405,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError:
         return 0  # the job's folder has been removed: nobody would remove another
     ends, absent = threading.Event(), set[int]()
-    threading.Thread(target=_watch, args=(options.grace, absent, ends, bell), name="swift-lifeline", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(options.grace, absent, ends, bell), name="swift-lifeline", daemon=True
+    ).start()
     writer = CheckpointWriter(spool, EventLog(options.events, os.environ.get(RUN, ""), spool.folder.parent))
     with selectors.DefaultSelector() as selector:
         selector.register(bell, selectors.EVENT_READ)

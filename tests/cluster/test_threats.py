@@ -224,6 +224,7 @@ RemoteStore._ask = record
 """
 
 
+@pytest.mark.nightly
 def test_every_key_of_a_job_is_listed(tmp_path: Path) -> None:
     """A job that loses a worker, as its workers see the store."""
     gates = Gates(tmp_path, 2)

@@ -143,7 +143,9 @@ def start_command(
 
 
 def _environ(env: dict[str, str] | None) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SWIFT_", "PET_", "TORCHELASTIC"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SWIFT_", "PET_", "TORCHELASTIC"))
+    }
     return kept | {"OMP_NUM_THREADS": "1", TAG: uuid.uuid4().hex, "PYTHONPATH": str(ROOT)} | (env or {})
 
 
