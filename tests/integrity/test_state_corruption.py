@@ -26,9 +26,9 @@ def test_whatever_flips_on_one_of_three_the_run_ends_as_without_it(jobs: Jobs) -
     result = jobs.check(TRAIN, nproc=3, faults=FLIPS, env=EACH, args=ARGS)
     causes = [str(event.fields["cause"]) for event in result.kinds("failed")]
     assert len(causes) == 4 and all(cause.startswith("corruption: replicas differ in ") for cause in causes), causes
-    assert "parameter module.0.weight at update 3 (rank 1 against ranks 0 and 2)" in causes[0], causes
+    assert "parameter module.0.weight at update 3 (rank 1 against ranks 0, 2)" in causes[0], causes
     assert "parameter module.0.weight at update 5 (rank 2 against" in causes[1], causes
-    assert " of parameter module." in causes[2] and "rank 0 against ranks 1 and 2" in causes[2], causes
+    assert " of parameter module." in causes[2] and "rank 0 against ranks 1, 2" in causes[2], causes
 
 
 def test_without_the_option_the_run_ends_with_other_bits(jobs: Jobs) -> None:
@@ -41,7 +41,7 @@ def test_without_the_option_the_run_ends_with_other_bits(jobs: Jobs) -> None:
 def test_of_two_nobody_knows_who_is_right(jobs: Jobs) -> None:
     result = jobs.run(TRAIN, faults=FLIPS[:1], env=EACH, args=ARGS)
     assert result.status == 1, result.tail()
-    says = "replicas differ in parameter module.0.weight at update 3 (no majority among ranks 0 and 1)"
+    says = "replicas differ in parameter module.0.weight at update 3 (no majority among ranks 0, 1)"
     assert f"ReplicaMismatch: corruption: {says}" in result.stderr, result.tail()
 
 

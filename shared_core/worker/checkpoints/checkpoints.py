@@ -137,8 +137,8 @@ class Checkpoints:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether this rank knows of a checkpoint of this run, of this attempt or the ones before."""
-        return self.newest_boundary > 0 or self._identity.continues
+        """Whether this run has a checkpoint, perhaps one that is being written."""
+        return self.due_boundary > 0 or self._identity.continues
 
     def fence(self) -> None:
         """Return when the tensors that are being copied for a checkpoint may be changed. Call before each update."""
