@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 from harness import Jobs
 
 from shared_core.faults import ANY_STEP, Fault
+from shared_core.faults.spec import FLIPS as KINDS
 from tests.support.runner import Mismatch, compare
 
 TRAIN = "plain_ddp.py"
@@ -86,3 +88,39 @@ def test_another_failure_while_it_is_healed(second: Fault, jobs: Jobs) -> None:
 def test_what_cannot_be_compared_is_refused(jobs: Jobs) -> None:
     result = jobs.run(TRAIN, env=EACH | {"SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE": "1"}, args=ARGS)
     assert "Unsupported: state.verify_every compares replicas before" in result.stderr, result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(24))
+def test_flips_anywhere(seed: int, jobs: Jobs) -> None:
+    """Also right at the start, where a flip may be taken for a change by the script: then all workers start again."""
+    draw = random.Random(seed)
+    points = ("step_boundary", "forward", "bucket", "update.before", "update.after")
+    steps, ranks = draw.sample(range(1, 11), 3), draw.sample(range(4), 3)
+    faults = [
+        # Before the first update there is no state of the optimizer.
+        Fault(rank, step, draw.choice(points), draw.choice(KINDS[: min(step, 2)]), bit=draw.getrandbits(20))
+        for rank, step in zip(ranks, sorted(steps), strict=True)
+    ]
+    result = jobs.run(TRAIN, nproc=4, faults=faults, env=EACH, args=ARGS, timeout_s=120)
+    compare(result, jobs.reference(TRAIN, nproc=4, args=ARGS))
+    found = [event.rank for event in result.kinds("failed") if "corruption" in str(event.fields["cause"])]
+    assert found == ranks or result.kinds("restart"), result.tail()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [
+        ("acc.py", []),
+        ("lit.py", ["--feature", "small_buckets"]),
+        ("lit.py", ["--feature", "accumulate"]),
+        ("lit.py", ["--feature", "gan"]),
+    ],
+)
+def test_frameworks(script: str, args: list[str], jobs: Jobs) -> None:
+    faults = [
+        Fault(1, 5, "forward", "flip.parameter", bit=99),
+        Fault(2, 9, "step_boundary", "flip.optimizer", bit=9999),
+    ]
+    jobs.check(script, nproc=3, faults=faults, env=EACH, args=args, timeout_s=120)
