@@ -96,7 +96,7 @@ class ControlChannel:
     def _divergent(self, wrong: list[int]) -> None:
         for one in list(self._workers.pool.live.values()):
             if one.rank in wrong:
-                one.kill("its state differs from its replicas'", CauseKind.DIVERGENT)
+                one.kill("corruption: its state differs from its replicas'", CauseKind.DIVERGENT)
 
     def _damaged(self, said: Any) -> None:
         one = self._workers.pool.live.get(said.pid)

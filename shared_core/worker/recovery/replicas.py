@@ -71,8 +71,9 @@ class Replicas:
             alike: whether something else keeps it the same, so that it need not be compared at the start.
             last: there may be none after this one soon.
         """
-        due = self._recovery.forming.comparison
-        if due is None or not self._env.config.state.verify_checksums or due is self._compared:
+        due, options = self._recovery.forming.comparison, self._env.config.state
+        # Where they are compared all the time, that decides: it knows what damage may have spread.
+        if due is None or not options.verify_checksums or options.verify_every or due is self._compared:
             return
         if self._updates.version < due.version:
             return
