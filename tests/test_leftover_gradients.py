@@ -37,6 +37,7 @@ def test_a_gan_of_shards_ends_with_the_same_bits(first: str, jobs: Jobs) -> None
     jobs.check("gan.py", faults=FAULTS, args=["fsdp2", first])
 
 
+@pytest.mark.nightly
 def test_shards_whose_gradients_are_zeroed_in_all_batches_but_one(jobs: Jobs) -> None:
     """No rank holds what the replacement lacks; a failure in another batch changes no bit."""
     jobs.check("gan.py", faults=FAULTS[1:], args=["fsdp2", "seldom"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import SCRIPTS, Jobs
+from harness import SCRIPTS, Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.worker.variables.variables import OFF
@@ -35,7 +35,7 @@ def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
     jobs.check(SCRIPT, args=[part], faults=LATE[part], reference_launcher="swiftrun" if again else "plain")
 
 
-@pytest.mark.parametrize("part", ["libraries", "settings", "places", "beside"])
+@pytest.mark.parametrize("part", few(["libraries", "settings", "places", "beside"], "places"))
 def test_without_the_capture_it_is_not_put_back(part: str, jobs: Jobs) -> None:
     """A control of the tests above."""
     with pytest.raises(Mismatch):

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,16 @@ class CheckpointWriter:
         self._said: set[str] = set()
         self._warned: set[str] = set()
         self._follows, self._hurry, self._hurries_since = False, False, 0.0
+        self._absent: Collection[int] = ()
         self._lock = threading.RLock()
         self._held: dict[str, RunLock] = {}
 
-    def work(self, *, hurry: bool = False) -> float | None:
+    def work(self, *, hurry: bool = False, absent: Collection[int] = ()) -> float | None:
         """Do all that can be done now. ``hurry``: the job ends; what failed is tried once more and then given up.
-        Returns the seconds until it should be called again even if no bell rings; None for no such time.
+        ``absent``: ranks without which it ends, whose parts never come. Returns the seconds until it should be called
+        again even if no bell rings; None for no such time.
         """
+        self._absent = absent
         if hurry and not self._hurry:
             self._hurry, self._retry, self._hurries_since = True, None, time.monotonic()
         self._keep_locks()
@@ -151,7 +154,9 @@ class CheckpointWriter:
         return None
 
     def _ended_without(self, job: Outgoing) -> bool:
-        """At the end: whether the other machines skip this step, or one whose part is missing has written its last."""
+        """At the end: whether the other machines skip this step, or a part is missing that never comes: of a rank
+        without which the job ends, or of a machine that has written its last.
+        """
         if not self._hurry:
             return False
         with self._reports(job):
@@ -162,6 +167,8 @@ class CheckpointWriter:
                 *(f"rank{rank}{store.DONE}" for rank in job.parts),
             }
             missing = [rank for rank in range(job.one.world_size) if f"rank{rank}{store.DONE}" not in there]
+            if not {*missing}.isdisjoint(self._absent):
+                return True
             for step in store.steps(job.storage):
                 names = job.storage.names(store.folder_name(step)) if step < job.step else []
                 lasts = [name for rank in missing if (name := f"rank{rank}{store.LAST}") in names]
@@ -379,7 +386,9 @@ class CheckpointWriter:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Work until standard input ends; then finish within the seconds of its last line, or ``--grace``."""
+    """Work until standard input ends; then finish within the seconds that it said, or ``--grace``. After the seconds it
+    says the ranks without which the job ends.
+    """
     parser = argparse.ArgumentParser(prog="python -m shared_core.checkpoint.writer", description=__doc__)
     parser.add_argument("folder", type=Path, help="the spool")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds to continue when whoever started it has died")
@@ -395,14 +404,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         bell = _open_bell(spool.folder / BELL)
     except FileNotFoundError:
         return 0  # the job's folder has been removed: nobody would remove another
-    ends = threading.Event()
-    threading.Thread(target=_watch, args=(options.grace, ends, bell), name="swift-lifeline", daemon=True).start()
+    ends, absent = threading.Event(), set[int]()
+    threading.Thread(
+        target=_watch, args=(options.grace, absent, ends, bell), name="swift-lifeline", daemon=True
+    ).start()
     writer = CheckpointWriter(spool, EventLog(options.events, os.environ.get(RUN, ""), spool.folder.parent))
     with selectors.DefaultSelector() as selector:
         selector.register(bell, selectors.EVENT_READ)
         while True:
             last = ends.is_set()
-            timeout = writer.work(hurry=last)
+            timeout = writer.work(hurry=last, absent=absent)
             if last and (writer.idle or timeout is None):
                 writer.say_last()
                 writer.release()
@@ -420,16 +431,17 @@ def _open_bell(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too: so it never reads an end of file
 
 
-def _watch(grace_s: float, ends: threading.Event, bell: int) -> None:
+def _watch(grace_s: float, absent: set[int], ends: threading.Event, bell: int) -> None:
     """Wait for the end of standard input, then end the process in time, whatever it is doing."""
     said = b""
     while more := os.read(sys.stdin.fileno(), 4096):
         said += more
+    with contextlib.suppress(ValueError):
+        grace_s, *ranks = map(float, said.split())
+        absent.update(map(int, ranks))
     ends.set()
     with contextlib.suppress(BlockingIOError):
         os.write(bell, b".")  # not by its path: the job's folder may have been removed
-    with contextlib.suppress(ValueError, IndexError):
-        grace_s = float(said.split()[-1])
     time.sleep(min(grace_s, threading.TIMEOUT_MAX))
     os._exit(1)
 

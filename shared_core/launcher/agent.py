@@ -349,7 +349,9 @@ class Agent:
         # A worker may have left its only snapshot just before it ended.
         self._persisting.look(min(attempts.places.ranks, default=0), self._job_reporter.run_id)
         whole = attempts.released and not received
-        whole = self._persisting.finish(None if whole else deadline, self._wakeup.wait, lambda: len(received) > signals)
+        whole = self._persisting.finish(
+            None if whole else deadline, self._wakeup.wait, lambda: len(received) > signals, attempts.absent
+        )
         if received or not whole:
             self._last_checkpoint.say(self._starter.config, self._program.command, attempts.reached)
 

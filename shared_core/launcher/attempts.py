@@ -47,6 +47,7 @@ class Attempts:
 
     Attributes:
         number: of the attempt, from 0.
+        absent: ranks without which the job ends.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Attempts:
         self._membership = membership
         self.phase = AgentPhase.RENDEZVOUS
         self.places = WorkerPlaces(spec)
-        self.number = 0
+        self.number, self.absent = 0, frozenset[int]()
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
         self._actions: dict[AgentAction, Callable[[Happened], None]] = {
@@ -276,7 +277,7 @@ class Attempts:
 
     def _let_go(self, _: Happened) -> None:
         """Replacements still on their way have nothing left to do: the job ends without these ranks."""
-        absent = set(range(len(self.now.incarnations))).difference(self.now.ledger.present())
-        if absent:
-            self._job_reporter.ends_without(absent, ranks(sorted(absent)))
-            self.workers.let_go(absent)
+        self.absent = frozenset(range(len(self.now.incarnations))).difference(self.now.ledger.present())
+        if self.absent:
+            self._job_reporter.ends_without(self.absent, ranks(sorted(self.absent)))
+            self.workers.let_go(self.absent)

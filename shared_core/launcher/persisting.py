@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,12 +66,19 @@ class Persisting:
         watch.register(self._pidfd, select.POLLIN)
         return not watch.poll(0)
 
-    def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
+    def finish(
+        self,
+        deadline: float | None,
+        wait: Callable[[float], object],
+        enough: Callable[[], bool],
+        absent: Collection[int] = (),
+    ) -> bool:
         """Let it write what is there, then end it; if it fails meanwhile, start another. A second call does nothing.
 
         Args:
             deadline: ``time.monotonic()`` until which it may continue; None for no limit.
             wait: waits for at most so many seconds, less where something happens; reaps no children.
+            absent: ranks without which the job ends: nobody writes their parts.
 
         Returns:
             False if it was ended while it still had something to do.
@@ -79,7 +86,7 @@ class Persisting:
         for left in reversed(range(GIVE_UP_AFTER)):
             if self._process is None:
                 break
-            ended, code = self._finish(deadline, wait, enough)
+            ended, code = self._finish(deadline, wait, enough, absent)
             if not ended or (code and deadline is not None and time.monotonic() >= deadline):
                 return False
             if not code:
@@ -89,13 +96,17 @@ class Persisting:
         return True
 
     def _finish(
-        self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]
+        self,
+        deadline: float | None,
+        wait: Callable[[float], object],
+        enough: Callable[[], bool],
+        absent: Collection[int],
     ) -> tuple[bool, int | None]:
         """Whether it ended by itself, and its exit code, if anybody knows."""
         assert self._process is not None and self._process.stdin is not None
         limit = _PATIENT_S if deadline is None else max(0.0, deadline - time.monotonic())
         with suppress(OSError):
-            self._process.stdin.write(f"{limit:.3f}\n".encode())
+            self._process.stdin.write(f"{limit:.3f} {' '.join(map(str, absent))}\n".encode())
         with suppress(OSError):
             self._process.stdin.close()
         whom, ends = "the last checkpoint to be written to storage", "it waits as long as that takes"

@@ -88,9 +88,9 @@ def start_writer(
     )
 
 
-def finish(writer: subprocess.Popen[str], grace_s: float = WAIT_S) -> tuple[int, list[str]]:
+def finish(writer: subprocess.Popen[str], grace_s: float = WAIT_S, absent: str = "") -> tuple[int, list[str]]:
     """Let a writer finish what there is; its exit status, and what it told the user."""
-    _, err = writer.communicate(f"{grace_s}\n", timeout=WAIT_S + grace_s)
+    _, err = writer.communicate(f"{grace_s} {absent}\n", timeout=WAIT_S + grace_s)
     return writer.returncode, [line for line in err.splitlines() if "fault injector" not in line]
 
 

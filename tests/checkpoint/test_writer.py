@@ -340,6 +340,16 @@ def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
     check(newest(where), 10)
 
 
+@pytest.mark.parametrize("here", [0, 1])
+def test_ranks_without_which_the_job_ends_are_not_waited_for(here: int, tmp_path: Path, where: Path) -> None:
+    """The machine of the other rank has failed, and the job has ended without it. Without the word, a minute."""
+    spool = Spool(tmp_path / "a")
+    with writing(spool) as writer:
+        snapshot(spool, 10, where, ranks=[here])
+        assert finish(writer, absent=str(1 - here)) == (0, [])
+    assert spool.status().failed == 10 and spool.status().cause == "incomplete"
+
+
 def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other machine ends without ever choosing the step, or without its part of it."""
     monkeypatch.setattr(writer_module, "MAX_WAIT_S", 0.2)

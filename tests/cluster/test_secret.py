@@ -302,7 +302,7 @@ def open_folder() -> Iterator[Path]:
     "given",
     [
         "flag",
-        "none",
+        pytest.param("none", marks=pytest.mark.nightly),
         pytest.param("variable", marks=pytest.mark.nightly),
     ],
 )

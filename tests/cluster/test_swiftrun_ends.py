@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from prelude import PRELUDE, shown
-from util import run, start, tagged
+from util import run, run_forked, start, tagged
 
 
 @pytest.mark.nightly
@@ -71,7 +71,7 @@ assert not store.check(["test/up/0"]) and not me.rank_dir.exists()
 show(rank=me.rank, restart=me.restart, generation=me.generation, incarnation=me.incarnation)
 """
     )
-    job = run(tmp_path, script)
+    job = run_forked(tmp_path, script)
     assert job.code == 0, job.stderr
     assert sorted(one["rank"] for one in shown(job)) == [0, 1]
     assert all((one["restart"], one["generation"], one["incarnation"]) == (1, 0, 0) for one in shown(job))

@@ -21,7 +21,7 @@ import pytest
 from harness import until
 from prelude import PRELUDE
 from torch.distributed import TCPStore
-from util import ROOT, Job, run, start
+from util import ROOT, Job, run, run_forked, start
 
 from tests.support.ports import free_ports
 
@@ -224,6 +224,7 @@ RemoteStore._ask = record
 """
 
 
+@pytest.mark.nightly
 def test_every_key_of_a_job_is_listed(tmp_path: Path) -> None:
     """A job that loses a worker, as its workers see the store."""
     gates = Gates(tmp_path, 2)
@@ -265,7 +266,7 @@ if me.rank == 1:
 
 def test_wishes_are_those_of_workers_and_about_checkpoints(tmp_path: Path) -> None:
     """The agent asks the kernel who is at the other end of its socket."""
-    job = run(tmp_path, PRELUDE + WISHES, str(tmp_path))
+    job = run_forked(tmp_path, PRELUDE + WISHES, str(tmp_path))
     assert job.code == 0, job.stderr
     [shown] = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
     assert shown["dir"] == f"{tmp_path}/mine" and shown["on_failure"] == "replace" and shown["keep"] < 100

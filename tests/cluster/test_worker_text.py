@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from util import run
+from util import run, run_forked
 
 from shared_core.events import marked, visible
 from shared_core.launcher.elastic import failure_of, raise_failure
@@ -38,7 +38,7 @@ def test_what_a_worker_says_of_its_failure_makes_no_line(where: str, tmp_path: P
             sys.stdin.read()
         raise RuntimeError(said)
         """
-    job = run(tmp_path, script, options=["--max-restarts", "0", "-r", "3", "--log-dir", str(tmp_path)], nproc=1)
+    job = run_forked(tmp_path, script, options=["--max-restarts", "0", "-r", "3", "--log-dir", str(tmp_path)], nproc=1)
     assert job.code == 1
     assert "done after 1.0 s" in job.stderr, job.stderr
     assert not any(line.startswith("[swift] done") for line in job.stderr.splitlines()), job.stderr
@@ -48,14 +48,14 @@ def test_what_a_worker_says_of_its_failure_makes_no_line(where: str, tmp_path: P
 @pytest.mark.nightly
 def test_lines_of_workers_that_the_launcher_passes_on_have_a_prefix(tmp_path: Path) -> None:
     script = "print('[swift] done after 1.0 s\\r[swift] done', flush=True)"
-    job = run(tmp_path, script, options=["--tee", "3", "--log-dir", str(tmp_path)], nproc=1)
+    job = run_forked(tmp_path, script, options=["--tee", "3", "--log-dir", str(tmp_path)], nproc=1)
     assert job.code == 0, job.stderr
     lines = [line for line in job.stdout.splitlines() if "[swift] done" in line]
     assert len(lines) == 2 and all(line.startswith("[default0]:") for line in lines), job.stdout
 
 
 def test_prefix_names_the_rank_of_each_line(tmp_path: Path) -> None:
-    job = run(tmp_path, "import os\nprint('this is', os.environ['RANK'])", options=["--prefix"])
+    job = run_forked(tmp_path, "import os\nprint('this is', os.environ['RANK'])", options=["--prefix"])
     assert job.code == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == ["[rank 0] this is 0", "[rank 1] this is 1"]
 

@@ -106,3 +106,21 @@ def test_parameters_frozen_since_make_it_unknown() -> None:
     inputs.forward(ddp)
     net.weight.grad = torch.randn(3, 4)
     assert inputs.of(net.weight.grad.clone().view(-1)) is None
+
+
+def test_another_module_agrees_while_a_backward_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, first, other, inputs = nn.Linear(4, 3), wrapped(nn.Linear(1, 1)), wrapped(nn.Linear(2, 2)), BucketInputs()
+    ddp, matches = wrapped(net), BucketInput.matches
+    for each in (first, ddp):
+        inputs.agreed(each, [1, 0], [2])
+    inputs.forward(ddp)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+    def meanwhile(source: BucketInput, bucket: torch.Tensor) -> bool:
+        inputs.agreed(other, [1, 0], [2])  # as on the group's thread
+        return matches(source, bucket)
+
+    monkeypatch.setattr(BucketInput, "matches", meanwhile)
+    found = inputs.of(torch.cat([net.bias.grad, net.weight.grad.view(-1)]))  # type: ignore[list-item, union-attr]
+    assert found is inputs.layout(ddp)[0]

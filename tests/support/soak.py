@@ -42,9 +42,8 @@ from tests.support.runner import JobResult, Mismatch, check_clean, check_survivo
 from tests.support.warm import WarmLauncher
 
 JOBS, SCRIPTS = Path(__file__).parent / "jobs", Path(__file__).parents[1] / "scripts"
-#: A run of the job takes some seconds, and its checkpoint's writer waits a minute for a machine that has failed; one
-#: that takes so long hangs.
-TIMEOUT_S = 180.0
+#: A run of the job takes some seconds; one that takes so long hangs.
+TIMEOUT_S = 90.0
 
 #: Models whose jobs train on any device.
 _ON_DEVICES = ("plain", "fsdp2", "hsdp")

@@ -96,7 +96,8 @@ class _Module:
 
 class BucketInputs:
     """Knows which parameters are in which bucket, as DDP modules have agreed. That a bucket is computed in this way is
-    verified, bit for bit, before it is relied on.
+    verified, bit for bit, before it is relied on. Modules may agree on a thread of the group while another one's
+    backward runs.
     """
 
     #: A bucket that matches nothing is looked at so many times.
@@ -108,7 +109,7 @@ class BucketInputs:
         self._tried: dict[int, int] = {}
 
     def clear(self) -> None:
-        self._modules.clear()
+        self._modules = {}
         self._found.clear()
         self._tried.clear()
 
@@ -119,16 +120,16 @@ class BucketInputs:
         ignored = getattr(ddp, "parameters_to_ignore", ())
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
         parameters = [p for name, p in named if name not in ignored]
-        module = self._modules[id(ddp)] = _Module()
+        module, at = _Module(), 0
+        if sorted(indices) == list(range(len(parameters))) and sum(sizes) == len(indices):
+            for size in sizes:
+                inside = [parameters[i] for i in indices[at : at + size]]
+                module.inputs.append(BucketInput(inside, 1.0 / ddp.process_group.size()))
+                at += size
+        # Else parameters were frozen or ignored since: nothing is known.
+        self._modules = {**self._modules, id(ddp): module}  # whole at once: a backward may be going through the old one
         self._found.clear()
         self._tried.clear()
-        if sorted(indices) != list(range(len(parameters))) or sum(sizes) != len(indices):
-            return  # parameters were frozen or ignored since: nothing is known
-        at = 0
-        for size in sizes:
-            inside = [parameters[i] for i in indices[at : at + size]]
-            module.inputs.append(BucketInput(inside, 1.0 / ddp.process_group.size()))
-            at += size
 
     def forward(self, ddp: nn.Module) -> None:
         """A module will hand over its buckets, each once."""
