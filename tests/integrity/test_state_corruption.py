@@ -13,6 +13,7 @@ from shared_core.faults.spec import FLIPS as KINDS
 from tests.support.runner import Mismatch, compare
 
 TRAIN = "plain_ddp.py"
+CHANGED = str(Path(__file__).parent / "scripts" / "changed.py")
 EACH = {"SWIFT_RECOVERY_STATE_VERIFY_EVERY": "1"}
 ARGS = ["--norm", "--steps", "12"]
 #: Before a batch, in its forward, and between backward and update.
@@ -61,6 +62,23 @@ def test_what_may_have_spread_goes_back_to_a_compared_checkpoint(nproc: int, job
     assert all(report["restart"] == 1 for report in result.reports.values())
     ran = {int(key.split()[1]) for report in result.reports.values() for key in report["counts"]}
     assert min(ran) == 3, ran  # from the checkpoint at step boundary 4
+
+
+@pytest.mark.nightly
+def test_gradients_of_damaged_parameters_were_in_the_sums(jobs: Jobs) -> None:
+    result = jobs.run(CHANGED, nproc=3, faults=FLIPS[:1], env=EACH, args=["unhealed", *ARGS])
+    assert result.status == 0 and len(result.kinds("failed")) == 1, result.tail()
+    with pytest.raises(Mismatch):
+        compare(result, jobs.reference(TRAIN, nproc=3, args=ARGS))
+
+
+@pytest.mark.nightly
+def test_what_spreads_before_gradients_do_starts_all_again(jobs: Jobs) -> None:
+    args = ["exchanging", *ARGS]
+    result = jobs.run(CHANGED, nproc=3, faults=FLIPS[:1], env=EACH, args=args)
+    compare(result, jobs.reference(CHANGED, nproc=3, args=args))
+    (restart,) = result.kinds("restart")
+    assert "corruption: rank 1 had given other ranks what it computed" in str(restart.fields["reason"]), restart.fields
 
 
 @pytest.mark.nightly
