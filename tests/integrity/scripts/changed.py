@@ -1,4 +1,4 @@
-"""``plain_ddp.py``, ``unhealed``: gradients are not reduced again; ``exchanging``: ranks exchange what forward gives."""
+"""``plain_ddp.py`` whose gradients are not reduced again (``unhealed``), or that tells others what forward gives."""
 
 from __future__ import annotations
 
