@@ -55,8 +55,8 @@ NAMES = {
     "zero3-50M": "ZeRO-3, GPT-2, 50 M parameters",
 }
 TARGETS = {"gpt2": 1.02, "mlp": 1.04, "10M": 1.02, "50M": 1.02} | dict.fromkeys(SHARDED, 1.05)
-#: Swift with updates overlapped with communication.
-OVERLAPPED = "swift, updates overlapped"
+#: Begins the name of swift with an option that it does not have by default.
+ALSO = "swift, "
 #: In gradients of the model, where one is larger than what interpreter and allocator vary by. Of a sharded model:
 #: parameters and moments of a shard, and two of its gradients.
 MEMORY_TARGETS = {"10M": 0.5, "50M": 0.5} | dict.fromkeys(SHARDED, (3 + 2) / WORKERS)
@@ -71,9 +71,10 @@ def sides(systems: Sequence[str]) -> Iterator[dict[str, Side]]:
             env = {}
             if system == "torchft":
                 env["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(WORKERS))
-            if system == OVERLAPPED:
-                env[variable_of("state.overlapped_update")] = "true"
-            launcher = {"gloo": "torchrun", OVERLAPPED: "swift"}.get(system, system)
+            if system.startswith(ALSO):
+                option, _, value = system.removeprefix(ALSO).partition("=")
+                env[variable_of(option)] = value
+            launcher = "torchrun" if system == "gloo" else system.partition(",")[0]
             starts[system] = Start(launcher, ("--system", system), env)
         yield stack.enter_context(turns.sides(starts, SCRIPT))
 
@@ -120,9 +121,9 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int, alone
         rows.append(
             at_most(name, metric, extra, unit, MEMORY_TARGETS[case]) if judged else Row(name, metric, extra, unit)
         )
-    if OVERLAPPED in ready:
-        pairs = zip(times[OVERLAPPED], times["swift"], strict=True)
-        rows.append(Row(name, f"step time, {OVERLAPPED} / swift", statistics.median(a / b for a, b in pairs), "ratio"))
+    for system in [each for each in ready if each.startswith(ALSO)]:
+        pairs = zip(times[system], times["swift"], strict=True)
+        rows.append(Row(name, f"step time, {system} / swift", statistics.median(a / b for a, b in pairs), "ratio"))
     rows.append(Row(name, "published by a worker in shared memory", ready["swift"].published() / 1e6, "MB"))
     for row in rows:
         if row.unit == "ratio":
@@ -149,14 +150,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("overhead", "Step time and memory of DDP, FSDP2 and ZeRO-3 on backend swift against plain gloo.")
     parser.add_argument("--only", choices=list(CASES), action="append", help="only this case; may be repeated")
     parser.add_argument("--parts", action="store_true", help="also what each part takes of a step")
-    parser.add_argument("--overlapped", action="store_true", help="also with updates overlapped with communication")
+    parser.add_argument(
+        "--also", metavar="OPTION=VALUE", action="append", default=[], help="also swift with this option"
+    )
     options = parser.parse_args(argv)
     leave_nothing()
     systems = ["gloo", "swift"]
     if has_torchft() and not options.quick:
         systems.append("torchft")
-    if options.overlapped:
-        systems.append(OVERLAPPED)
+    systems += [f"{ALSO}{each}" for each in options.also]
     rounds = {case: quick if options.quick else full for case, (_, full, quick) in CASES.items()}
     chosen = [case for case in options.only or CASES if rounds[case]]
     if not chosen:

@@ -110,8 +110,8 @@ class ReplicaMismatch(SwiftError, RuntimeError):
 
     The message names the first parameter that differs. Usual causes, the likeliest first: the script changes parameters
     in a way that depends on the rank, the ranks have built different models, or memory is damaged. With three or more
-    replicas a minority is replaced, and the job continues. See
-    docs/how_it_works.md#what-a-script-changes-by-itself.
+    replicas a minority is replaced, and the job continues; with ``state.verify_every`` also while nothing fails, and
+    with a checkpoint all go back to that. See docs/how_it_works.md#silent-corruption.
     """
 
 

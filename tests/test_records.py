@@ -153,6 +153,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
         {"pid", "boundary", "whence"},
     ),
     "divergent": ([1], lambda raw: said.read("divergent", raw), set()),
+    "damaged": ({"rank": 0, "pid": 7, "what": "x"}, lambda raw: said.read("damaged", raw), set()),
 }
 #: What a value of each type is replaced by.
 WRONG: dict[type, list[Any]] = {

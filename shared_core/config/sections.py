@@ -321,6 +321,17 @@ class StateOptions(Section):
         Truth(),
         "publish checksums of inputs, compare replicas after each recovery",
     )
+    verify_every: int = option(
+        0,
+        _COUNT,
+        "updates from one comparison of the replicas' state to the next, against silent corruption, under "
+        "`DistributedDataParallel`; 1 heals it, 0 compares none ([how_it_works.md](how_it_works.md#silent-corruption))",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verify_every and not self.verify_checksums:
+            raise ConfigError("state.verify_every needs state.verify_checksums: leave that at true")
 
 
 @dataclass(frozen=True)

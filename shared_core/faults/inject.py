@@ -23,7 +23,7 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog, console
-from shared_core.faults.spec import ANY_STEP, EXIT_CODE, REFUSALS, Fault, dumps, loads
+from shared_core.faults.spec import ANY_STEP, EXIT_CODE, FLIPS, REFUSALS, Fault, dumps, loads
 from shared_core.kinds import open_regular
 from shared_core.waiting import Wait, poll
 
@@ -33,6 +33,9 @@ LAUNCHER = "SWIFT_FAULTS_LAUNCHER"
 STRUCK = "SWIFT_FAULTS_STRUCK"
 #: Seconds for which a fault waits for the one that must strike before it.
 AFTER_S = 40.0
+
+#: What flips a bit, by its kind and number; told by the worker that has the state.
+_flip: Callable[[str, int], None] = lambda kind, bit: None  # noqa: E731
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -173,6 +176,12 @@ def _comes_from(launcher: str) -> bool:
     return here > 1
 
 
+def flips_by(flip: Callable[[str, int], None]) -> None:
+    """Faults of kinds :data:`~shared_core.faults.spec.FLIPS` call ``flip``, with the kind and the number of the bit."""
+    global _flip
+    _flip = flip
+
+
 def set_step(boundaries: int) -> None:
     """Set the rank's step boundaries, the one of the present batch included; a replacement calls it when it joins."""
     injector = _resolve() if _active else _injector
@@ -226,6 +235,9 @@ def _carry_out(fault: Fault, index: int, boundaries: int) -> None:
     if fault.kind in REFUSALS:
         number = getattr(errno, fault.kind)
         raise OSError(number, os.strerror(number))
+    if fault.kind in FLIPS:
+        _flip(fault.kind, fault.bit)
+        return
     if fault.kind == "os._exit":
         os._exit(EXIT_CODE)
     if fault.kind == "segfault":

@@ -18,6 +18,9 @@ KINDS: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "SIGTERM", "os._exit", "exceptio
 #: What the system can refuse, as the names of its error numbers: the point raises that ``OSError``. Nobody fails.
 REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFILE")
 
+#: Memory that fails in silence: one bit flips, of a parameter or of optimizer state. Nobody fails.
+FLIPS: tuple[str, ...] = ("flip.parameter", "flip.optimizer")
+
 #: Places in a worker's life where the core looks for a fault.
 POINTS: tuple[str, ...] = (
     "startup",
@@ -122,7 +125,7 @@ ANY_STEP = -1
 EXIT_CODE = 17
 
 #: Kinds that cannot come from a timer thread, because they act on the thread that meets the point.
-_NEEDS_THE_THREAD = frozenset({"exception", *REFUSALS})
+_NEEDS_THE_THREAD = frozenset({"exception", *REFUSALS, *FLIPS})
 
 
 @dataclass(frozen=True)
@@ -133,12 +136,13 @@ class Fault:
         step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
-        kind: one of :data:`KINDS` or :data:`REFUSALS`.
+        kind: one of :data:`KINDS`, :data:`REFUSALS` or :data:`FLIPS`.
         nth: which occurrence of the point since the last step boundary, from 1; for ``update.during`` which tensor
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
         delay_s: strike so many seconds after the point is met, wherever the worker is by then.
         after: place in the job's list of a fault that must have struck before: the worker waits for it at the point.
+        bit: which one flips, see :func:`shared_core.worker.integrity.flips.flip`.
 
     Raises ConfigError for a value out of range, with what is allowed.
     """
@@ -151,15 +155,18 @@ class Fault:
     incarnation: int = 0
     delay_s: float = 0.0
     after: int | None = None
+    bit: int = 0
 
     def __post_init__(self) -> None:
-        least = {"rank": 0, "step": ANY_STEP, "nth": 1, "incarnation": 0} | ({} if self.after is None else {"after": 0})
+        least = {"rank": 0, "step": ANY_STEP, "nth": 1, "incarnation": 0, "bit": 0} | (
+            {} if self.after is None else {"after": 0}
+        )
         for name in least:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"fault: {name} must be an int, got {value!r}")
         _one_of("point", self.point, POINTS)
-        _one_of("kind", self.kind, KINDS + REFUSALS)
+        _one_of("kind", self.kind, KINDS + REFUSALS + FLIPS)
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"fault: {name} must be at least {bound}, got {getattr(self, name)}")

@@ -41,6 +41,7 @@ class ControlChannel:
         self._last_checkpoint = last_checkpoint
         self._words: dict[str, Callable[[Any], None]] = {
             "divergent": self._divergent,
+            keys.DAMAGED: self._damaged,
             "fail": self._fail,
             keys.SAVED: self._saved,
             keys.REPORTS: self._report,
@@ -95,7 +96,12 @@ class ControlChannel:
     def _divergent(self, wrong: list[int]) -> None:
         for one in list(self._workers.pool.live.values()):
             if one.rank in wrong:
-                one.kill("its state differs from its replicas'", CauseKind.DIVERGENT)
+                one.kill("corruption: its state differs from its replicas'", CauseKind.DIVERGENT)
+
+    def _damaged(self, said: Any) -> None:
+        one = self._workers.pool.live.get(said.pid)
+        if one is not None and one.rank == said.rank:
+            one.kill(f"corruption: {said.what}", CauseKind.DIVERGENT)
 
     def _fail(self, said: Any) -> None:
         rank, message = said.rank, said.message

@@ -101,7 +101,8 @@ class WorkerFailures:
             cause = "exited with code 0 without saying goodbye"
         progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
         boundaries = progress[0] if progress else 0
-        return Death(one.rank, one.pid, code, cause, boundaries, error, path if error else "", detected, one.kind)
+        place = path if error else ""
+        return self._book.as_before(Death(one.rank, one.pid, code, cause, boundaries, error, place, detected, one.kind))
 
     def _fail(self, plan: ResponsePlan) -> None:
         assert plan.first is not None

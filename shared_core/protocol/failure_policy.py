@@ -129,6 +129,14 @@ class FailureBook:
     _streaks: dict[int, list[Death]] = field(default_factory=lambda: defaultdict(list))
     _history: list[Death] = field(default_factory=list)
 
+    def as_before(self, death: Death) -> Death:
+        """The same, or divergent as the worker before it, whose publications are still there: this one had not passed
+        its step boundary.
+        """
+        before = self._streaks[death.rank][-1:]
+        here = [one for one in before if one.kind is CauseKind.DIVERGENT and death.boundaries <= one.boundaries]
+        return replace(death, kind=CauseKind.DIVERGENT) if here else death
+
     def respond(
         self, deaths: Sequence[Death], *, restarts: bool = False, everyone: bool = False, stay: Sequence[int] = ()
     ) -> ResponsePlan:

@@ -70,6 +70,15 @@ class Trains:
     behind: bool = False
 
 
+@dataclass(frozen=True)
+class Damaged:
+    """``damaged``: the sender's state is not that of most of its replicas, which ``what`` says for people."""
+
+    rank: Count
+    pid: Count
+    what: str
+
+
 #: Kind of the frame in which a worker asks its agent for options of checkpoints, by full name.
 WISH = b"W"
 #: Longest such request, in bytes.
@@ -84,6 +93,7 @@ SHAPES: dict[str, Any] = {
     "reports": Trains,
     "divergent": list[Count],
     "prepared": Prepared,
+    "damaged": Damaged,
 }
 _WORDS = ("fail", "restart")
 

@@ -27,6 +27,7 @@ _CAUSES = (
     (r"^exited with code", "exit"),
     (r"^stopped", "stopped"),
     (r"^no progress", "no progress"),
+    (r"^corruption", "corruption"),
     (r"machine", "machine"),
 )
 
@@ -88,7 +89,7 @@ class FailureView:
         time: when that was noticed, in seconds since the epoch.
         cause: in words.
         kind: of the cause, one of few words: a signal's name, ``exit``, ``exception``, ``machine``, ``stopped``,
-            ``no progress``, ``other``.
+            ``no progress``, ``corruption``, ``other``.
         pid: of the failed worker; None if it was not said.
         replacement: pid of the worker that took its place; None if there is none yet.
         back_s: seconds until the replacement had joined; None if it has not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from shared_core.protocol.keys import PREPARED
+from shared_core.protocol.keys import DAMAGED, PREPARED
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.remote_store import RemoteStore
 from shared_core.transport.store import Below
@@ -35,6 +35,10 @@ class JobStore:
     def report(self, value: dict[str, Any]) -> None:
         """Tell the launcher something that it shows to the user."""
         report(self._connected(), value, prefix=self._env.prefix)
+
+    def tell_damage(self, value: dict[str, Any]) -> None:
+        """Tell the launcher that this worker's state is damaged."""
+        report(self._connected(), value, prefix=self._env.prefix, queue=DAMAGED)
 
     def prepared(self, value: dict[str, Any]) -> None:
         """Tell the launcher that this hot standby waits for its rank's place."""

@@ -27,6 +27,7 @@ from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
 from shared_core.worker.fatal_actions import FatalActions
+from shared_core.worker.integrity.state_check import StateCheck
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
@@ -123,6 +124,7 @@ class WorkerRuntime:
         start = self.start = WorkerStart(
             context, recovery, survivor_groups, updates, parts, spare, position, lambda: commits.presses
         )
+        state_check = self.state_check = StateCheck(context, updates, position, lambda: self.start.checkpoints)
         reporter = self.reporter = RecoveryReporter(context, updates, lambda: start.checkpoints.rolled_back())
         # What the program calls.
         self.options = ProgramOptions(env, runtime, start)
@@ -133,7 +135,7 @@ class WorkerRuntime:
         publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
         self.boundaries = StepBoundaries(
-            position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
+            position, trained, runtime, progress, reporter, publishing, self.joining, state_check, config.resizes
         )
         fall_back = fatal_actions.fall_back
         self.entries = Entries(
@@ -155,6 +157,7 @@ class WorkerRuntime:
         context = self._context = replace(self._context, env=env, lifecycle=Lifecycle(env, self.runtime))
         self.copies.begin(context)
         self.recovery.begin(context)
+        self.state_check.begin(context)
         self.survivor_groups.begin()
         self._replicas.begin()
         self.wait_watchdog.begin()
@@ -233,12 +236,14 @@ class _Relay:
     def before_bucket(self) -> None:
         if self._worker.buckets.modules:
             self._worker.forward_recorder.before_bucket()
+            self._worker.state_check.before_bucket()
 
     def bucket_input(self, bucket: torch.Tensor) -> KeptBucketInput | None:
         return self._worker.buckets.input_of(bucket)
 
     def bucket_handed_over(self, op: Op) -> None:
         self._worker.buckets.handed_over()
+        self._worker.state_check.bucket(op)
         self._worker.trained.bucket_handed_over(op)
 
     def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shared_core.protocol.failure_policy import BACK_OFF_S, Death, FailureBook, RaisedError, ResponsePlan
-from shared_core.protocol.generation import Entry, EntryKind
+from shared_core.protocol.generation import CauseKind, Entry, EntryKind
 
 
 def death(rank: int = 1, code: int = -9, boundaries: int = 0, error: RaisedError | None = None) -> Death:
@@ -42,6 +44,18 @@ def test_deaths_that_one_restart_answers_count_once() -> None:
 def test_failures_at_one_moment_need_as_many_replacements(budget: int) -> None:
     plan = FailureBook(budget).respond([death(0), death(1)])
     assert plan.response == ("end", "replace")[budget - 1]
+
+
+def test_what_a_damaged_worker_has_published_is_there_until_a_step_boundary_is_passed() -> None:
+    book = FailureBook(budget=9)
+    respond(book, replace(death(boundaries=4), kind=CauseKind.DIVERGENT))
+    kinds = []
+    for boundaries in (4, 5, 5):
+        again = book.as_before(death(boundaries=boundaries))
+        respond(book, again)
+        kinds.append(again.kind.value)
+    assert kinds == ["divergent", "died", "died"]
+    assert book.as_before(death(rank=2)).kind is CauseKind.DIED
 
 
 #: What the ledger has written, and what that makes of a plan to replace two of four workers.

@@ -88,7 +88,7 @@ def moved(inners: list[InnerGroup], steps: list[int]) -> tuple[list[Rank], list[
     replacement.updates.load(0, *given.pop(), owned=True)
     assert places == [parameter.data_ptr() for parameter in replacement.net.parameters()]
     states = zip(replacement.replicated.summed(), ranks[0].replicated.summed(), strict=True)
-    assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in states)
+    assert all(torch.equal(mine, theirs) for (*_, mine), (*_, theirs) in states)
     for each in (*ranks, replacement):
         for handle in each.updates.steps._handles:
             handle.remove()

@@ -41,7 +41,8 @@ LEFT_OUT = {"Optimizer", "SparseAdam", "LBFGS"}
 def checksums(replicated: Replicated) -> list[int]:
     """Of each parameter together with its optimizer state, as replicas compare them."""
     found = replicated.summed()
-    return combined(len(replicated.parameters), [place for place, _ in found], [checksum(data) for _, data in found])
+    places, sums = [place for place, _, _ in found], [checksum(data) for _, _, data in found]
+    return combined(len(replicated.parameters), places, sums)
 
 
 def every_dense_optimizer() -> list[tuple[str, dict[str, Any]]]:

@@ -129,6 +129,17 @@ class Checkpoints:
         if last:
             self._part_with(boundary)
 
+    def due_at(self, index: int, version: int) -> bool:
+        """Whether a checkpoint will be made at this step boundary, the next one to be published, with this version."""
+        if self._decisions is None:
+            return False
+        return (self._every > 0 and index % self._every == 0) or self._decisions.is_due(version)
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether this run has a checkpoint, perhaps one that is being written."""
+        return self.due_boundary > 0 or self._identity.continues
+
     def fence(self) -> None:
         """Return when the tensors that are being copied for a checkpoint may be changed. Call before each update."""
         if self._snapshots is not None:

@@ -100,11 +100,19 @@ class Decisions:
         self._entries.append(2 * target + int(last))
         self.pending = max(self.pending, target)
 
+    def is_due(self, version: int) -> bool:
+        """What :meth:`due` will say, at the next step boundary, which has this version."""
+        self._look()
+        return any(self._version < target <= version for target, _ in self._known)
+
     def due(self, version: int) -> tuple[bool, bool]:
         """(due here, the last one), at a step boundary with this version. Ask once a boundary."""
-        for number in self._entries.after(len(self._known)):
-            self._known.append((number // 2, bool(number % 2)))
-            self.pending = max(self.pending, number // 2)
+        self._look()
         here = [last for target, last in self._known if self._version < target <= version]
         self._version = version
         return bool(here), any(here)
+
+    def _look(self) -> None:
+        for number in self._entries.after(len(self._known)):
+            self._known.append((number // 2, bool(number % 2)))
+            self.pending = max(self.pending, number // 2)

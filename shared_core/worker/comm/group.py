@@ -182,6 +182,7 @@ class SwiftProcessGroup(GroupIdentity):
             keeps=KeptResults.POOLED,
             lazy=bucket,
             checksum=self._inputs_checksum(tensors) if not bucket or self._runtime.bucket_checksums else 0,
+            again=start if bucket else None,
         )
         return self._run(op, tensors, bucket=bucket)
 
@@ -192,10 +193,14 @@ class SwiftProcessGroup(GroupIdentity):
         checksum = input_checksum(tensors)
         started = False
 
+        def again(inner: Any) -> Any:
+            source.write(tensors[0], checksum)
+            return inner.allreduce(tensors, opts)
+
         def start(inner: Any) -> Any:
             nonlocal started
             if started:
-                source.write(tensors[0], checksum)
+                return again(inner)
             started = True
             return inner.allreduce(tensors, opts)
 
@@ -206,8 +211,14 @@ class SwiftProcessGroup(GroupIdentity):
             value=tensors,
             keeps=KeptResults.BUCKET,
             checksum=checksum if self._runtime.bucket_checksums else 0,
+            again=again,
         )
         return self._run(op, tensors, bucket=True)
+
+    def reduce_again(self, bucket: Op) -> SwiftWork:
+        """Reduce a bucket of DDP, whose reduction has ended, from the same input into the same memory."""
+        assert bucket.again is not None
+        return self._run(Op(bucket.signature, bucket.again, bucket.results))
 
     @staged_in_place
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:

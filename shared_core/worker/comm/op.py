@@ -59,6 +59,7 @@ class Op:
         signature: must match when it is replayed.
         start: starts it on an inner group and returns the inner work. After a failure it is called again, on
             any thread.
+        again: of DDP's buckets: as ``start``, from the same input, when the results have been written; else None.
         results: CPU tensors that hold the result once the inner work is done; the log keeps them.
         install: copies ``results`` to the caller's tensors; None if they are the caller's.
         value: of the future.
@@ -72,6 +73,7 @@ class Op:
     """
 
     __slots__ = (
+        "again",
         "attempt",
         "awaited",
         "begun",
@@ -105,6 +107,7 @@ class Op:
         lazy: bool = False,
         full: bool = True,
         checksum: int = 0,
+        again: Start | None = None,
     ) -> None:
         self.seq = -1
         self.boundary = 0
@@ -113,7 +116,7 @@ class Op:
         self.awaited = False
         self.begun = time.monotonic()
         self.signature = signature
-        self.start = start
+        self.start, self.again = start, again
         self.results = results
         self.install = install
         self.installed = False
@@ -138,7 +141,8 @@ class Op:
         for own, result in zip(self.results, results, strict=True):
             if own is not result:
                 own.data.copy_(result.view(own.shape))
-        self.put()
+        if not self.lazy:
+            self.put()
         if self.record is not None:
             self.record()
         self.future.set_result(self.value)

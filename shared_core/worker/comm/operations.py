@@ -245,14 +245,21 @@ class Operations:
         """
         state = self._state
         expected = state.expected.pop((group.id, op.seq), None)
-        if expected is not None and expected != op.checksum and state.listener.exact():
+        differs = expected is not None and expected != op.checksum and state.listener.exact()
+        if differs and state.damaged:
+            if op.again is None:  # buckets are reduced again
+                state.listener.unrepeatable(
+                    f"corruption: rank {state.rank} had given other ranks what it computed from damaged parameters, in "
+                    f"{describe(op.signature)} of group {group.name!r}"
+                )
+        elif differs:
             raise state.end(
                 ReplayDivergence(
                     f"at {state.place.now}, the replacement of rank {state.rank} computed another "
                     f"{'gradient' if compat.in_backward() else 'value'} than the failed worker: training is not "
                     "deterministic here. Likely causes: an unseeded or unregistered random number, or state that is "
                     f"not registered (job.register). (Input to operation {op.seq} of group {group.name!r}, "
-                    f"{describe(op.signature)}: checksum {op.checksum:08x}, and {expected:08x} before.)"
+                    f"{describe(op.signature)}: checksum {op.checksum:08x}, and {expected or 0:08x} before.)"
                 )
             )
         state.listener.publish_checksum(group.id, op.seq, op.checksum)

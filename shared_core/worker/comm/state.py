@@ -42,6 +42,7 @@ class SharedState:
         held: results of this part that replacements may never ask for; None where results are recorded at once.
         records: what a failed worker has recorded.
         expected: checksums of the failed worker's inputs, by group id and sequence number.
+        damaged: that worker's state was damaged, and so may be what it gave to others.
         sources: from whom a failed worker has received its messages from any source, by group and tag, and number.
         stable: newest step boundary that every rank is known to have published.
         operates: the program's operations run here, and not in torch's own groups of a device.
@@ -74,7 +75,7 @@ class SharedState:
     def begin_again(self) -> None:
         """Nothing is known of others; what is known of the program stays."""
         self.generation = self.latest = -1
-        self.broken = self.starting = False
+        self.broken = self.starting = self.damaged = False
         self.absent: frozenset[int] = frozenset()
         self.ended: SwiftError | None = None
         self.records: dict[RecordKey, list[torch.Tensor]] = {}

@@ -7,6 +7,7 @@ import torch
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.comm import Runtime
+from shared_core.worker.integrity.state_check import StateCheck
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
@@ -29,10 +30,12 @@ class StepBoundaries:
         reporter: RecoveryReporter,
         publishing: Publishing,
         joining: Joining,
+        state_check: StateCheck,
         resizes: bool,
     ) -> None:
         self._position, self._trained, self._runtime, self._resizes = position, trained, runtime, resizes
         self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
+        self._state_check = state_check
         self._deferred = 0
         self._loss: torch.Tensor | float | None = None
 
@@ -71,6 +74,7 @@ class StepBoundaries:
             return False
         self._deferred = 0
         self._trained.meet()
+        self._state_check.before_boundary(bool(grads))
         self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
         return False
 

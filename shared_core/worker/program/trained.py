@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
+from shared_core.worker.integrity import flips, support
 from shared_core.worker.sharded.own import Owner, OwnState
 from shared_core.worker.sharded.shard import SHARD, TrainedShard
 from shared_core.worker.sharded.support import refuse, sharded_modules
@@ -118,6 +120,9 @@ class Trained:
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
+        if self._config.state.verify_every and optimizers and self._runtime.world_size > 1:
+            operates = self._runtime.operates
+            support.refuse(self._config, self._buckets.modules, replicated, summed, operates=operates)
         self._unoptimized = UnoptimizedParameters(replicated, summed)
         # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
         # A shard is published with all that was changed.
@@ -145,6 +150,7 @@ class Trained:
         self._register(Attached(modules, replicated, alike=alike), whole=alike and not divided)
         self._parts.variables.attach(modules, optimizers)
         if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
+            inject.flips_by(partial(flips.flip, replicated))
             self._handles.append(modules[0].register_forward_hook(_inject))
 
     @out_of_graphs

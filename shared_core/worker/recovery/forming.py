@@ -220,8 +220,9 @@ class Forming:
         runtime.sources = {} if plan.copies else self._publisher.sources.read()
         # What a failed worker with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
-        wrong = born.divergent(self._env.rank)
-        runtime.expected = {} if wrong or plan.copies else self._publisher.input_checksums.read()
+        runtime.damaged = born.divergent(self._env.rank)
+        skips = (runtime.damaged and not self._env.config.state.verify_every) or plan.copies
+        runtime.expected = {} if skips else self._publisher.input_checksums.read()
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
         """See :meth:`OperationListener.made_again`."""

@@ -71,8 +71,9 @@ class Replicas:
             alike: whether something else keeps it the same, so that it need not be compared at the start.
             last: there may be none after this one soon.
         """
-        due = self._recovery.forming.comparison
-        if due is None or not self._env.config.state.verify_checksums or due is self._compared:
+        due, options = self._recovery.forming.comparison, self._env.config.state
+        # Where they are compared all the time, that decides: it knows what damage may have spread.
+        if due is None or not options.verify_checksums or options.verify_every or due is self._compared:
             return
         if self._updates.version < due.version:
             return
@@ -98,14 +99,15 @@ class Replicas:
         parameter, when it is the last part.
         """
         found = state.summed(self._updates.outside.local)
-        tensors, sizes = [data for _, data in found], [data.nbytes for _, data in found]
+        tensors = [data for _, _, data in found]
+        sizes = [data.nbytes for data in tensors]
         if self._summed is not due or self._sums.sizes != sizes:
             self._summed, self._sums = due, RunningSums(sizes)
         self._sums.add_part(tensors)
         while last and self._sums.complete is None:
             self._sums.add_part(tensors)
         sums = self._sums.complete
-        return None if sums is None else combined(len(state.names), [place for place, _ in found], sums)
+        return None if sums is None else combined(len(state.names), [place for place, _, _ in found], sums)
 
     def _judge(self, key: str, due: Comparison, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.store.below()

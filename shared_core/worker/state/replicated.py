@@ -159,9 +159,10 @@ class Replicated:
                 state[sys.intern(key)] = value
         await_all(apart(self.parameters))
 
-    def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
-        """What replicas have in common, in an order that all share: each tensor, live, with its parameter's place.
-        Plain values of optimizers come as tensors of bytes. Parameters at places in ``leave_out`` may differ.
+    def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, str, torch.Tensor]]:
+        """What replicas have in common, in an order that all share: each tensor, live, with its parameter's place and
+        its name in the optimizer's state, empty for the parameter. Plain values of optimizers come as tensors of bytes.
+        Parameters at places in ``leave_out`` may differ.
         """
         found = [((i, -1, ""), p.detach()) for i, p in enumerate(self.parameters) if i not in leave_out]
         for number, optimizer in enumerate(self.optimizers):
@@ -171,7 +172,7 @@ class Replicated:
                     data = value.detach() if isinstance(value, torch.Tensor) else pack(repr(value))
                     found.append(((place, number, key), data))
         found.sort(key=lambda each: each[0])  # optimizers have their parameters in the order of first gradients
-        return [(place, data) for (place, _, _), data in found]
+        return [(place, key, data) for (place, _, key), data in found]
 
 
 def pack(description: Any) -> torch.Tensor:

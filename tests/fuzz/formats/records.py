@@ -102,6 +102,7 @@ words = st.sampled_from(
         ("declined", {"generation": 1, "reason": "no"}),
         ("reports", {"rank": 0, "time": 1.5, "pid": 7, "boundary": 3, "whence": "step 40"}),
         ("divergent", [0, 1]),
+        ("damaged", {"rank": 0, "pid": 7, "what": "parameter 0 differs"}),
         ("fail", "no"),
     ]
 )

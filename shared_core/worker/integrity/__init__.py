@@ -1,0 +1,1 @@
+"""Silent data corruption: found, named, healed."""
