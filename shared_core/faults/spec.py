@@ -28,6 +28,8 @@ POINTS: tuple[str, ...] = (
     # A call of the trainer (fit, validate, test, predict) begins.
     "entry",
     "step_boundary",
+    # A worker that was told to leave has published the step boundary where it does.
+    "leave",
     "forward",
     "collective.before",
     "collective.after",

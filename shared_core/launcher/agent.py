@@ -29,6 +29,7 @@ from shared_core.launcher.gathering import JobOver
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.lease import Fenced
+from shared_core.launcher.leaving import PlannedLeaves
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.machine_workers import MachineWorkers
@@ -151,8 +152,9 @@ class Agent:
         if membership is not None:
             self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
         self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
+        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, job_reporter)
         self._control_channel = ControlChannel(
-            attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint
+            attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint, leaves
         )
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
@@ -199,14 +201,20 @@ class Agent:
             except (Fenced, StoreError) as error:
                 if self._machines is None:
                     raise
-                self._machines.stand_down(error)
+                self._machines.stand_down(error, self._leaves.machine)
+                if self._leaves.machine:
+                    return self._over()
             except JobOver as over:
                 if over.failed:
                     raise
                 console(str(over))
-                attempts.succeed(AgentEvent.ENDED_ELSEWHERE)
-                assert attempts.result is not None
-                return attempts.result
+                return self._over()
+
+    def _over(self) -> RunResult:
+        """The job has ended without this machine, or continues so."""
+        self._attempts.succeed(AgentEvent.ENDED_ELSEWHERE)
+        assert self._attempts.result is not None
+        return self._attempts.result
 
     def _meet(self) -> None:
         with self.records.duration("RENDEZVOUS"):
@@ -223,7 +231,7 @@ class Agent:
             for replacement in worker_pool.started():
                 attempts.announce(replacement)
             dead = worker_pool.reap()
-            if dead:
+            if dead and not self._leaves.takes(dead):
                 self._failures.handle_worker_exits(dead)
             if attempts.result is None:
                 self._look()

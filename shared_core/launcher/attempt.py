@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 from shared_core.errors import ConfigError
@@ -153,6 +153,11 @@ class Attempt:
 
     def set(self, name: str) -> None:
         self._client.set(self.key(name), "1")
+
+    def tell(self, slot: int, queue: str, value: Any) -> None:
+        """Tell the agent at another machine's place something: a dataclass, in one of its queues."""
+        self._client.queue_push(self.key(f"{queue}/{slot}"), json.dumps(asdict(value)))
+        self._client.queue_push(self.key(f"{WORDS}/{slot}"), queue)
 
     def give_place(self, rank: int, incarnation: int) -> None:
         """A hot standby takes its rank's place, in the newest generation."""

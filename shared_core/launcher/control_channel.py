@@ -13,6 +13,7 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
+from shared_core.launcher.leaving import PlannedLeaves
 from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.protocol import keys
@@ -34,11 +35,12 @@ class ControlChannel:
         job_reporter: JobReporter,
         book: FailureBook,
         last_checkpoint: LastCheckpoint,
+        leaves: PlannedLeaves,
     ) -> None:
         self._attempts, self._resizes, self._machines, self._workers = attempts, resizes, machines, attempts.workers
         self._wakeup, self._control = wakeup, control
         self._job_reporter, self._book = job_reporter, book
-        self._last_checkpoint = last_checkpoint
+        self._last_checkpoint, self._leaves = last_checkpoint, leaves
         self._words: dict[str, Callable[[Any], None]] = {
             "divergent": self._divergent,
             "fail": self._fail,
@@ -48,6 +50,7 @@ class ControlChannel:
             "handed": lambda said: self._resizes.handed_on(said.generation, said.boundary),
             "declined": lambda said: self._resizes.declined(said.generation, said.reason),
             "restart": self._restart,
+            keys.LEAVES: leaves.hear,
         }
 
     def listen(self) -> None:
@@ -68,6 +71,7 @@ class ControlChannel:
                 self._words[name](value)
             if not continues():
                 return
+        self._leaves.look()
         if attempts.phase.trains and attempt.release():
             attempts.step(AgentEvent.RELEASED)
         if attempts.phase.trains and self._machines is not None:
@@ -86,7 +90,8 @@ class ControlChannel:
             attempts.resize(entry)
         else:
             self._resizes.note(entry)
-            self._job_reporter.console_reporter.counts(len(entry.failed))
+            if not entry.planned:
+                self._job_reporter.console_reporter.counts(len(entry.failed))
             if self._machines is not None:
                 self._machines.check()  # it may have given our place away
 

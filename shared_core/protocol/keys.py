@@ -8,6 +8,8 @@ import signal
 WORDS = "words"
 #: Store queues of workers' reports to the agent of their machine, one for each machine's place.
 REPORTS = "reports"
+#: Store queues in which agents tell each other who is to leave, one for each machine's place.
+LEAVES = "leaves"
 #: Name of a file in the job's folder, and of a key in the attempt's store: they tell rank 0 that the job ends.
 ENDING = "ending"
 #: Key that rank 0 sets when the last checkpoint is committed, or cannot be.

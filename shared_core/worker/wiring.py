@@ -34,6 +34,7 @@ from shared_core.worker.mirror import Mirror
 from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.leaving import PlannedLeave
 from shared_core.worker.program.notes import Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
@@ -133,7 +134,15 @@ class WorkerRuntime:
         publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
         self.boundaries = StepBoundaries(
-            position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
+            position,
+            trained,
+            runtime,
+            progress,
+            reporter,
+            publishing,
+            self.joining,
+            PlannedLeave(env.rank_dir, publisher),
+            config.resizes,
         )
         fall_back = fatal_actions.fall_back
         self.entries = Entries(

@@ -8,6 +8,7 @@ from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.comm import Runtime
 from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.leaving import PlannedLeave
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.reporting import RecoveryReporter
@@ -29,10 +30,12 @@ class StepBoundaries:
         reporter: RecoveryReporter,
         publishing: Publishing,
         joining: Joining,
+        leave: PlannedLeave,
         resizes: bool,
     ) -> None:
         self._position, self._trained, self._runtime, self._resizes = position, trained, runtime, resizes
         self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
+        self._leave = leave
         self._deferred = 0
         self._loss: torch.Tensor | float | None = None
 
@@ -72,6 +75,7 @@ class StepBoundaries:
         self._deferred = 0
         self._trained.meet()
         self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
+        self._leave.at_boundary()
         return False
 
     def evaluation(self) -> bool:
@@ -81,6 +85,7 @@ class StepBoundaries:
             return True
         self._pass(None)
         self._publishing.at_boundary("eval")
+        self._leave.at_boundary()
         return False
 
     def _pass(self, epoch: int | None) -> None:
