@@ -24,6 +24,7 @@ KINDS = (
     "began",
     "failed",
     "drained",
+    "straggler",
     "generation",
     "survivor_ready",
     "replacement_start",

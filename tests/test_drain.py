@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from harness import Jobs, few
+from harness import Jobs
 
 from shared_core.faults import Fault
 from tests.support.report import DRAIN
@@ -35,7 +35,7 @@ def run(
 SCRIPTS = {
     "plain": ("plain_ddp.py", ["--norm"], {"1:3": "1"}),
     "rank 0": ("plain_ddp.py", ["--norm"], {"1:3": "0"}),
-    "lightning": ("lit.py", ["--feature", "all"], {"0:6": "1", "1:9": "0"}),
+    "lightning": ("lit.py", ["--feature", "all"], {"0:6": "1", "0:9": "0"}),
     "accelerate": ("acc.py", [], {"0:5": "1", "1:14": "0"}),
 }
 

@@ -40,6 +40,7 @@ from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.starting import Starter
+from shared_core.launcher.stragglers import Stragglers
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
@@ -156,6 +157,7 @@ class Agent:
         self._control_channel = ControlChannel(
             attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint, leaves
         )
+        self._stragglers = Stragglers(config, attempts, leaves, job_reporter)
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
 
@@ -295,6 +297,7 @@ class Agent:
         if attempts.phase.trains:
             self._shutdown_barrier.look(attempts.now.finished(mine), mine)
         self._resizes.shrink_late()
+        self._stragglers.look()
         if self._program.mode != "exec":
             attempts.look_after_spares()
         self._persisting.look(min(mine, default=0), self._job_reporter.run_id)

@@ -12,7 +12,7 @@ from shared_core.events import Event
 
 class RankPhase(StrEnum):
     """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a replacement;
-    ``drained``: it left as planned; ``joining``: it is the replacement; ``gone``: it has ended, and its launcher has not
+    ``drained``: it left as planned; ``joining``: it is the replacement; ``gone``: it ended, and its launcher has not
     said so; ``elsewhere``: it runs on another machine, and what it does is not seen here.
     """
 

@@ -40,6 +40,7 @@ from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.publishing import Checkpointing, Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
+from shared_core.worker.program.step_clock import DATA, UPDATE, StepClock
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.context import Context, Lifecycle
@@ -80,6 +81,8 @@ class WorkerRuntime:
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
         self._context = context
+        progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
+        clock = self.clock = StepClock(runtime, progress)
         # What is trained, and what only this rank has.
         parts = self.parts = StateParts(Variables(env.rank, lambda: position.origin, self._cannot_put_back))
         compiled = Compiled(lambda: position.origin, fatal_actions.fall_back)
@@ -87,6 +90,7 @@ class WorkerRuntime:
         unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
         updates = self.updates = Updates(
             config.state.preimages,
+            before=lambda: clock.enter(UPDATE),
             after=self._updated,
             fence=lambda: self.start.checkpoints.fence(),
             stable=lambda: runtime.stable,
@@ -104,12 +108,12 @@ class WorkerRuntime:
             forward_recorder,
             Overlapped(updates.steps, buckets.layout, position),
             lambda reason: self._cannot_put_back(reason, position.origin),
+            clock,
         )
         # Recovery.
         donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
         recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, relay)
-        progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
         self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
         commits = Commits(
@@ -142,6 +146,7 @@ class WorkerRuntime:
             publishing,
             self.joining,
             PlannedLeave(env.rank_dir, publisher),
+            clock,
             config.resizes,
         )
         fall_back = fatal_actions.fall_back
@@ -176,6 +181,7 @@ class WorkerRuntime:
             self._spare.then(self.wait_watchdog.watch)
 
     def _updated(self) -> None:
+        self.clock.enter(DATA)
         self.reporter.updated()
         self.unmarked.updated()
 
@@ -247,6 +253,7 @@ class _Relay:
         return self._worker.buckets.input_of(bucket)
 
     def bucket_handed_over(self, op: Op) -> None:
+        self._worker.clock.handed_over()
         self._worker.buckets.handed_over()
         self._worker.trained.bucket_handed_over(op)
 

@@ -158,6 +158,7 @@ def run_job(
             full_env[STRUCK] = str(out / "struck.jsonl")
             # Unless a test asks for them: on a loaded machine any script may start slowly enough.
             full_env.setdefault("SWIFT_RECOVERY_STANDBY_PREPARED", "0")
+            full_env.setdefault("SWIFT_RECOVERY_STRAGGLERS", "off")  # there, any rank is slow now and then
             (out / "faults.json").write_text(dumps(faults))
             command = [sys.executable, "-m", "shared_core.cli.swiftrun", f"--nproc-per-node={nproc}"]
             command += [f"--standbys={standbys}", f"--events={out / 'events.jsonl'}", f"--faults={out / 'faults.json'}"]

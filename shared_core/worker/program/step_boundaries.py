@@ -10,6 +10,7 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.leaving import PlannedLeave
 from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.step_clock import StepClock
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.state.local_state import BoundaryPosition
@@ -31,11 +32,12 @@ class StepBoundaries:
         publishing: Publishing,
         joining: Joining,
         leave: PlannedLeave,
+        clock: StepClock,
         resizes: bool,
     ) -> None:
         self._position, self._trained, self._runtime, self._resizes = position, trained, runtime, resizes
         self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
-        self._leave = leave
+        self._leave, self._clock = leave, clock
         self._deferred = 0
         self._loss: torch.Tensor | float | None = None
 
@@ -94,6 +96,7 @@ class StepBoundaries:
             if not isinstance(loss, torch.Tensor) or (loss.is_cpu and loss.numel() == 1):
                 self._progress.loss(float(loss))
         self._position.boundaries += 1
+        self._clock.boundary(self._position.boundaries)
         self._runtime.place.step(epoch)
         self._progress.boundary(self._position.boundaries, self._runtime.groups.log_bytes())
         self._reporter.passed()

@@ -38,6 +38,7 @@ class Updates:
         self,
         preimages: str = "auto",
         *,
+        before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
         fence: Callable[[], None] = lambda: None,
         stable: Callable[[], int] = lambda: 0,
@@ -51,7 +52,9 @@ class Updates:
         self._images = UpdateImages(preimages, self._count, stable, self.outside, shared)
         self.gate = UpdateGate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
-        self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
+        self.steps = UpdateSteps(
+            self.gate, self._count, self._images, self.outside, self.followers, before, after, fence
+        )
 
     # -- facts -------------------------------------------------------------------------------------
 
