@@ -18,6 +18,9 @@ KINDS: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "SIGTERM", "os._exit", "exceptio
 #: What the system can refuse, as the names of its error numbers: the point raises that ``OSError``. Nobody fails.
 REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFILE")
 
+#: The worker shares its core with busy loops from now on. Nobody fails.
+SLOW = "slow"
+
 #: Places in a worker's life where the core looks for a fault.
 POINTS: tuple[str, ...] = (
     "startup",
@@ -135,7 +138,7 @@ class Fault:
         step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
-        kind: one of :data:`KINDS` or :data:`REFUSALS`.
+        kind: one of :data:`KINDS` or :data:`REFUSALS`, or :data:`SLOW`.
         nth: which occurrence of the point since the last step boundary, from 1; for ``update.during`` which tensor
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
@@ -161,7 +164,7 @@ class Fault:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"fault: {name} must be an int, got {value!r}")
         _one_of("point", self.point, POINTS)
-        _one_of("kind", self.kind, KINDS + REFUSALS)
+        _one_of("kind", self.kind, (*KINDS, *REFUSALS, SLOW))
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"fault: {name} must be at least {bound}, got {getattr(self, name)}")

@@ -33,6 +33,7 @@ from shared_core.launcher.leaving import PlannedLeaves
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.machine_workers import MachineWorkers
+from shared_core.launcher.notice import Notice
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.persisting import Persisting
@@ -153,7 +154,8 @@ class Agent:
         if membership is not None:
             self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
         self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
-        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, job_reporter)
+        notice = self._notice = Notice(config.notice, wakeup)
+        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, notice, job_reporter)
         self._control_channel = ControlChannel(
             attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint, leaves
         )
@@ -189,6 +191,7 @@ class Agent:
             try:
                 self._end(ends_with)
             finally:
+                self._notice.close()
                 self._control.close()
 
     # -- the loop -----------------------------------------------------------------------------------------------------

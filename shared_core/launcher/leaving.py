@@ -12,6 +12,7 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.console import host_of
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.notice import Notice
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.agent_phase import AgentPhase
@@ -32,10 +33,11 @@ class PlannedLeaves:
         attempts: Attempts,
         machines: OtherMachines | None,
         control: ControlSocket,
+        notice: Notice,
         job_reporter: JobReporter,
     ) -> None:
         self._config, self._attempts, self._machines = config, attempts, machines
-        self._control, self._job_reporter = control, job_reporter
+        self._control, self._notice, self._job_reporter = control, notice, job_reporter
         self._waiting: dict[int, tuple[LiveWorker, str]] = {}
         self.machine = ""
 
@@ -48,6 +50,11 @@ class PlannedLeaves:
                 answer(REFUSED, str(error))
         if self._attempts.phase is not AgentPhase.RUNNING:
             return
+        if why := self._notice.came():
+            try:
+                self._ask(self._attempts.places.machine, None, why)
+            except ConfigError as error:
+                console(f"{why}: this machine will be taken away, and nobody takes its ranks: {error}")
         spares = self._attempts.workers.spares
         for rank in [rank for rank in self._waiting if spares.settled(rank)]:
             self._tell(*self._waiting.pop(rank))
@@ -58,13 +65,19 @@ class PlannedLeaves:
         """Have a rank, or all ranks of a host, leave. Returns what will be; raises ConfigError where it cannot be."""
         attempts = self._attempts
         if attempts.phase is not AgentPhase.RUNNING or attempts.now.goodbyes():
-            raise ConfigError(
-                f"nobody can leave while the job is {attempts.phase.value}, or when workers have finished"
-            )
+            raise ConfigError("nobody can leave now: the job starts or ends, or the number of its workers changes")
         machines, places = attempts.now.ledger.machines, attempts.places
         hosts = [host_of(name) if name else "nobody" for name in machines] or [socket.gethostname()]
         place, rank = chosen(target, hosts, len(places.workers))
-        others, name = self._machines, machines[place] if machines else None
+        self._ask(place, rank, why)
+        if rank is None:
+            return f"{hosts[place]} leaves: a spare machine takes its ranks at their next step boundary"
+        return f"rank {rank} leaves at its next step boundary, once its replacement is ready"
+
+    def _ask(self, place: int, rank: int | None, why: str) -> None:
+        attempts, others = self._attempts, self._machines
+        machines = attempts.now.ledger.machines
+        name = machines[place] if machines else None
         if why_not := refused(
             self._config,
             rank,
@@ -73,13 +86,10 @@ class PlannedLeaves:
             keeps_store=others is not None and others.ends_with(name),
         ):
             raise ConfigError(why_not)
-        if place != places.machine:
+        if place != attempts.places.machine:
             attempts.now.tell(place, LEAVES, Leave(why, rank))
         else:
             self._begin(Leave(why, rank))
-        if rank is None:
-            return f"{hosts[place]} leaves: a spare machine takes its ranks at their next step boundary"
-        return f"rank {rank} leaves at its next step boundary, once its replacement is ready"
 
     def hear(self, leave: Leave) -> None:
         """Another agent was asked for a leave of this machine's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
 from shared_core.events import console
@@ -39,15 +41,8 @@ class Stragglers:
 
     def _name(self, one: Slow, pid: int) -> None:
         self._named[one.rank] = pid
-        self._job_reporter.emit(
-            "straggler",
-            rank=one.rank,
-            pid=pid,
-            factor=one.factor,
-            own_s=one.own_s,
-            others_s=one.others_s,
-            part=one.part,
-        )
+        fields = {name: value for name, value in asdict(one).items() if name != "rank"}
+        self._job_reporter.emit("straggler", rank=one.rank, pid=pid, factor=one.factor, **fields)
         console(f"rank {one.rank} (pid {pid}) is slow: it {one.text}")
         if self._answer != "replace":
             return

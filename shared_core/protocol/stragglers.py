@@ -29,12 +29,14 @@ class Slow:
         own_s: that it computes in a step.
         others_s: median of the others.
         part: of the step, in which most of the difference is.
+        step: the newest that was looked at.
     """
 
     rank: int
     own_s: float
     others_s: float
     part: str
+    step: int
 
     @property
     def factor(self) -> float:
@@ -63,7 +65,7 @@ def slow(found: Mapping[int, Steps]) -> list[Slow]:
             factors.append(own[-1] / rest if rest else 1.0)
         own_s, others_s = statistics.median(own), statistics.median(others)
         if statistics.median(factors) >= FACTOR and own_s - others_s >= LEAST_S:
-            slow.append(Slow(rank, own_s, others_s, _part(rank, found, common)))
+            slow.append(Slow(rank, own_s, others_s, _part(rank, found, common), max(common)))
     return slow
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from shared_core.events import Event, read_events
 from shared_core.faults.inject import STRUCK, read_struck
-from shared_core.faults.spec import EXIT_CODE, REFUSALS, Fault, dumps
+from shared_core.faults.spec import EXIT_CODE, REFUSALS, SLOW, Fault, dumps
 from tests.support.plain import PlainLauncher
 from tests.support.processes import MARK, describe, kill_marked, wait_gone
 from tests.support.report import OUT, start_time
@@ -372,7 +372,7 @@ def unconfirmed(result: JobResult) -> list[str]:
         if index not in struck:
             wrong.append(f"{fault}: did not strike")
             continue
-        if fault.kind in REFUSALS:
+        if fault.kind in (*REFUSALS, SLOW):
             continue
         for place, (rank, cause) in enumerate(failures):
             if rank == fault.rank and any(word in cause for word in _CONFIRMS[fault.kind]):
