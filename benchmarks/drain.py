@@ -1,7 +1,7 @@
 """A planned leave: how long do the others stand still, beside the failure of the same worker at the same size?
 
-Two workers train; the second one leaves (``swiftctl drain``) or is killed. The stop is the longest gap between two steps
-of the first, less a usual step.
+Two workers train; the second one leaves (``swiftctl drain``) or is killed. The stop is the longest gap between two
+steps of the first, less a usual step.
 """
 
 from __future__ import annotations

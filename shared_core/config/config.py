@@ -106,13 +106,13 @@ class SwiftConfig(Section):
         "report",
         Choice(("report", "replace", "off")),
         "a rank that computes 1.5 times as long as the others in its last 10 steps, and 20 ms longer: `report` names "
-        "it, and the part of the step; `replace` also has another worker take its place at a step boundary",
+        "it and the part of the step, `replace` has it [leave](launching.md#planned-leaves)",
     )
     notice: str | None = option(
         None,
         NamedPlace("a signal, a file or a command"),
-        "what tells that this machine will be taken away, so that a spare one takes its ranks at the next step "
-        "boundary: a signal to `swiftrun`, as `SIGUSR1`; a file that appears; or `run:COMMAND`, which succeeds then",
+        "what tells that this machine will be taken away, so that it [leaves](launching.md#planned-leaves): a signal "
+        "to `swiftrun`, as `SIGUSR1`; a file that appears; or `run:COMMAND`, once that succeeds",
     )
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     resize: ResizeOptions = field(default_factory=ResizeOptions)

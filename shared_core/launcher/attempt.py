@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
@@ -169,11 +169,10 @@ class Attempt:
         found: dict[int, Steps] = dict(mine)
         for slot in set(range(self._slots)) - {self._slot}:
             key = self.key(f"steps/{slot}")
-            told: list[tuple[int, int, list[float]]] = []
-            if self._client.check([key]):
-                told = decode(self._client.get(key), list[tuple[Count, Count, list[float]]], key)
-            for rank, number, parts in told:
-                found.setdefault(rank, {})[number] = parts
+            with suppress(DamagedRecord):
+                told = self._client.get(key) if self._client.check([key]) else b"[]"
+                for rank, number, parts in decode(told, list[tuple[Count, Count, list[float]]], key):
+                    found[rank] = {**found.get(rank, {}), number: parts}
         return found
 
     def give_place(self, rank: int, incarnation: int) -> None:

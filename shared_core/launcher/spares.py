@@ -13,6 +13,7 @@ from shared_core.events import console
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.starting import AttemptStart, Starter
 from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
+from shared_core.protocol.generation import CauseKind
 from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
 from shared_core.protocol.progress_file import path_of, read_progress
 from shared_core.system import process
@@ -114,6 +115,8 @@ class Spares:
             self._drop(other)  # one that runs the script
         self._worker_pool.adopt(spare)
         self._wait_with(said, spare)
+        if of.leaves:  # this copy was made where it leaves
+            of.kill(f"drained: {of.leaves}", CauseKind.PLANNED)
 
     def _wait_with(self, said: Prepared, spare: LiveWorker) -> None:
         self._ready[said.rank] = said

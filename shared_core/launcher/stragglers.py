@@ -10,6 +10,7 @@ from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.leaving import PlannedLeaves
+from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol import stragglers
 from shared_core.protocol.agent_phase import AgentPhase
 from shared_core.protocol.progress_file import read_steps
@@ -24,8 +25,9 @@ class Stragglers:
     ) -> None:
         self._answer, self._attempts = config.stragglers, attempts
         self._leaves, self._job_reporter = leaves, job_reporter
-        #: Pid of each slow worker that was named, by rank; and ranks that were replaced for it.
-        self._named: dict[int, int] = {}
+        #: Of each rank, the pid of its worker and the newest step of the one before; and who was named, or replaced.
+        self._workers: dict[int, tuple[int, int]] = {}
+        self._named: set[int] = set()
         self._replaced: set[int] = set()
 
     def look(self) -> None:
@@ -33,16 +35,25 @@ class Stragglers:
         attempts = self._attempts
         if self._answer == "off" or attempts.phase is not AgentPhase.RUNNING or not attempts.workers.complete:
             return
-        mine: dict[int, Steps] = {rank: read_steps(attempts.progress_file(rank)) for rank in attempts.places.ranks}
+        mine = {one.rank: self._steps(one) for one in attempts.workers.pool.live.values()}
         found = stragglers.slow(attempts.now.with_others(mine))
-        pids = {one.rank: one.pid for one in attempts.workers.pool.live.values()}
-        for one in [one for one in found if one.rank in mine and self._named.get(one.rank) != pids[one.rank]]:
-            self._name(one, pids[one.rank])
+        for one in [one for one in found if one.rank in mine and one.rank not in self._named]:
+            self._name(one, self._workers[one.rank][0])
+
+    def _steps(self, one: LiveWorker) -> Steps:
+        """Those that this worker has made, and not the one that held the rank before."""
+        steps = read_steps(self._attempts.progress_file(one.rank))
+        pid, before = self._workers.get(one.rank, (one.pid, 0))
+        if pid != one.pid:
+            before = max(steps, default=0)
+            self._named.discard(one.rank)
+        self._workers[one.rank] = one.pid, before
+        return {number: parts for number, parts in steps.items() if number > before}
 
     def _name(self, one: Slow, pid: int) -> None:
-        self._named[one.rank] = pid
+        self._named.add(one.rank)
         fields = {name: value for name, value in asdict(one).items() if name != "rank"}
-        self._job_reporter.emit("straggler", rank=one.rank, pid=pid, factor=one.factor, **fields)
+        self._job_reporter.emit("straggler", rank=one.rank, pid=pid, **fields)
         console(f"rank {one.rank} (pid {pid}) is slow: it {one.text}")
         if self._answer != "replace":
             return

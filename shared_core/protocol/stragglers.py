@@ -28,6 +28,7 @@ class Slow:
     Attributes:
         own_s: that it computes in a step.
         others_s: median of the others.
+        factor: how many times as long as the others.
         part: of the step, in which most of the difference is.
         step: the newest that was looked at.
     """
@@ -35,12 +36,9 @@ class Slow:
     rank: int
     own_s: float
     others_s: float
+    factor: float
     part: str
     step: int
-
-    @property
-    def factor(self) -> float:
-        return self.own_s / self.others_s if self.others_s else float("inf")
 
     @property
     def text(self) -> str:
@@ -62,10 +60,12 @@ def slow(found: Mapping[int, Steps]) -> list[Slow]:
             rest = statistics.median(sum(each[step]) for other, each in found.items() if other != rank)
             own.append(sum(steps[step]))
             others.append(rest)
-            factors.append(own[-1] / rest if rest else 1.0)
+            factors.append(own[-1] / max(rest, 1e-9))
         own_s, others_s = statistics.median(own), statistics.median(others)
         if statistics.median(factors) >= FACTOR and own_s - others_s >= LEAST_S:
-            slow.append(Slow(rank, own_s, others_s, _part(rank, found, common), max(common)))
+            slow.append(
+                Slow(rank, own_s, others_s, statistics.median(factors), _part(rank, found, common), max(common))
+            )
     return slow
 
 

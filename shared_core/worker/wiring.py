@@ -137,6 +137,7 @@ class WorkerRuntime:
         state = BoundaryState(runtime, parts, trained)
         publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
+        self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
         self.boundaries = StepBoundaries(
             position,
             trained,
@@ -145,7 +146,7 @@ class WorkerRuntime:
             reporter,
             publishing,
             self.joining,
-            PlannedLeave(env.rank_dir, publisher),
+            PlannedLeave(env.rank_dir, publisher, self.own_standby, self.joining),
             clock,
             config.resizes,
         )
@@ -154,7 +155,6 @@ class WorkerRuntime:
             start, position, runtime, publisher, parts, reporter, publishing, self.joining, fall_back
         )
         self.saves = Saves(env, updates, self.notes, parts, fall_back)
-        self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
 
     def begin_again(self, env: WorkerEnv) -> None:
         """In a forked copy of the process: be the hot standby that ``env`` describes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
@@ -47,6 +49,24 @@ class Joining:
             return False
         self._join()
         return True
+
+    def here(self, kind: str, began: float) -> None:
+        """This is a copy of the worker that has left, at the step boundary where that did so: it has all of the state,
+        and joins. ``began``: ``time.time()``. The process exits if the place is another one.
+        """
+        start_point, position = self._start.start_point, self._position
+        if not start_point.is_here(kind, position.entry):
+            os._exit(EXIT_STALE)
+        self._trained.updates.stay()
+        place, received = start_point.reach(position.entry, self._trained.replicas)
+        if received is None or place.boundary.index != position.boundaries:
+            os._exit(EXIT_STALE)
+        self._trained.updates.load(place.boundary.version, place.description, place.tensors, owned=True)
+        self._start.checkpoints.joined(place.boundary, saved=False)
+        start_point.joined()
+        inject.set_step(position.boundaries)
+        self._reporter.began(place.boundary.index, start_point.reached(place))
+        self._reporter.joined(received, joined_s=time.time() - began)
 
     def _join(self) -> None:
         inject.point("join")

@@ -66,6 +66,25 @@ class OwnStandby:
         if generation is not None:
             self._start.start_point.take_place(generation)
 
+    def may_leave(self) -> bool:
+        """Whether a copy of this worker can continue where it is, at a step boundary."""
+        config, why = self._options.env.config, ""
+        if config.checkpoint.dir is not None or config.resizes:
+            why = "it makes checkpoints, or the number of workers may change"
+        elif process.children():
+            why = "it has processes of its own"
+        if why := why or why_not(config, self._look(time.time() - process.begun(), os.getppid())):
+            self._tell(f"a worker that leaves makes no copy of itself: {why}")
+        return not why
+
+    def copy(self) -> bool:
+        """Fork this worker; True in the copy, once it is the replacement and knows its generation."""
+        if not self._fork(os.getppid()):
+            return False
+        generation = self._wait()  # the start point after it is another one
+        self._start.start_point.take_place(generation)
+        return True
+
     def _look(self, startup_s: float, agent: int) -> Forkable:
         env, environ = self._options.env, os.environ
         store = f"{environ.get('MASTER_ADDR', '')} {environ.get('MASTER_PORT', '')}"

@@ -77,7 +77,7 @@ class StepBoundaries:
         self._deferred = 0
         self._trained.meet()
         self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
-        self._leave.at_boundary()
+        self._leave.at_boundary("batch")
         return False
 
     def evaluation(self) -> bool:
@@ -87,7 +87,7 @@ class StepBoundaries:
             return True
         self._pass(None)
         self._publishing.at_boundary("eval")
-        self._leave.at_boundary()
+        self._leave.at_boundary("eval")
         return False
 
     def _pass(self, epoch: int | None) -> None:
