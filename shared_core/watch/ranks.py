@@ -39,6 +39,7 @@ class HeldRank:
     Attributes:
         pid: of its worker; None where nobody holds the rank.
         agent: pid of that machine's launcher; 0 if it was not said.
+        slow: in words, what was said of a slow worker; empty of others.
     """
 
     phase: RankPhase
@@ -46,6 +47,7 @@ class HeldRank:
     host: str = ""
     agent: int = 0
     failures: int = 0
+    slow: str = ""
 
 
 class Ranks:
@@ -78,7 +80,10 @@ class Ranks:
             one.phase, one.pid, one.failures = RankPhase.FAILED, None, one.failures + 1
         elif event.kind == "drained":
             one.phase, one.pid = RankPhase.DRAINED, None
+        elif event.kind == "straggler":
+            one.slow = f"{_times(said.get('factor'))} in {_word(said.get('part'))}"
         elif event.kind == "replacement_start":
+            one.slow = ""
             one.phase, one.pid = RankPhase.JOINING, _pid(said.get("pid"))
             one.host, one.agent = _word(said.get("host")), _pid(said.get("agent")) or one.agent
         elif event.kind in ("replacement_ready", "recovered", "resumed") and one.phase not in _AWAY:
@@ -166,6 +171,10 @@ def _pids(said: dict[str, Any]) -> dict[int, int | None]:
 
 def _pid(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
+
+
+def _times(value: Any) -> str:
+    return f"{value:.1f} times" if type(value) is float else "slow"
 
 
 def _word(value: Any) -> str:

@@ -68,6 +68,7 @@ class WorkerView:
         step: batches begun.
         cores: of the processor in use; None if unknown.
         memory_bytes: that its process holds; None if unknown.
+        slow: how many times as long as the others it computes, and in which part of a step; empty where it is not slow.
     """
 
     rank: int
@@ -81,6 +82,7 @@ class WorkerView:
     failures: int = 0
     cores: float | None = None
     memory_bytes: int | None = None
+    slow: str = ""
 
 
 @dataclass(frozen=True)
@@ -311,6 +313,7 @@ def _worker(rank: int, held: HeldRank, live: Live, ended: bool) -> WorkerView:
         failures=held.failures,
         cores=used[0],
         memory_bytes=used[1],
+        slow=held.slow,
     )
 
 
