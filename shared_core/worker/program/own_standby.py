@@ -8,6 +8,7 @@ start runs once, in rank 0 too.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -79,8 +80,10 @@ class OwnStandby:
 
     def copy(self) -> bool:
         """Fork this worker; True in the copy, once it is the replacement and knows its generation."""
+        drawn = random.getstate()
         if not self._fork(os.getppid()):
             return False
+        random.setstate(drawn)  # Python seeds it anew in each fork
         generation = self._wait()  # the start point after it is another one
         self._start.start_point.take_place(generation)
         return True
