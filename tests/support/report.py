@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shared_core.cli.drain import ask
 from shared_core.events import read_events
 from tests.support.digest import digest
 
@@ -96,7 +95,9 @@ class Report(io.IOBase):
             _wait_prepared(events, *awaited)
         who = self._drained.get(f"{self.who['rank']}:{self.counts.total()}")
         if events and who is not None and not self.who["incarnation"]:
-            ask(Path(os.environ["SWIFT_RECOVERY_JOB_DIR"]), who)
+            from shared_core.cli.swiftctl import main
+
+            main(["drain", who, os.environ["SWIFT_RECOVERY_RUN"]])
 
     def finish(self, digests: Mapping[str, str], **extra: Any) -> None:
         """Write the final report, whole or not at all.
