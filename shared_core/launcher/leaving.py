@@ -114,7 +114,7 @@ class PlannedLeaves:
         """Whether these deaths are part of the leave of all of this machine. When the first worker has left, the others
         cannot come to a further step boundary without it: they are ended, and the machine's place is given away.
         """
-        if not dead or not self.machine or self._machines is None:
+        if not dead or not self.machine or self._machines is None or self._attempts.phase is not AgentPhase.RUNNING:
             return False
         workers = self._attempts.workers
         workers.roster.lose(one.rank for one, _ in dead)

@@ -35,11 +35,9 @@ class PlannedLeave:
         """A step boundary has just been published, and nothing of its batch was done. Returns where this worker stays,
         and in its copy.
         """
-        try:
-            told = self._file.read_text()
-        except OSError:
+        if not os.path.lexists(self._file):
             return
-        if told != str(os.getpid()):  # for one that held the rank before
+        if self._file.read_text() != str(os.getpid()):  # for one that held the rank before
             return
         inject.point("leave")
         self._publisher.sync()
