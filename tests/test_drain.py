@@ -100,6 +100,13 @@ def test_a_hot_standby_takes_over(prepared: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
+def test_a_copy_that_a_fork_has_changed_gives_way(jobs: Jobs) -> None:
+    """It has another value than was published. So had it random numbers, which Python seeds anew in each fork."""
+    result = run(jobs, "plain_ddp.py", {"0:3": "1"}, args=["--norm", "--own"], failed=1)
+    assert [event.fields["how"] for event in result.kinds("replacement_start")] == ["forked", "standby"], result.tail()
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("answer", ["report", "replace"])
 def test_a_slow_rank(answer: str, jobs: Jobs) -> None:
     """Busy loops share its core. A worker in its place does not have them."""
