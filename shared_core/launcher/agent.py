@@ -157,7 +157,15 @@ class Agent:
         notice = self._notice = Notice(config.notice, wakeup)
         leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, notice, job_reporter)
         self._control_channel = ControlChannel(
-            attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint, leaves
+            attempts,
+            self._resizes,
+            self._machines,
+            wakeup,
+            control,
+            job_reporter,
+            book,
+            self._last_checkpoint,
+            leaves.hear,
         )
         self._stragglers = Stragglers(config, attempts, leaves, job_reporter)
         self._shutdown_barrier = ShutdownBarrier(console)
@@ -247,6 +255,7 @@ class Agent:
         if (self._tick() or self._wakeup.told) and attempts.result is None:
             self._wakeup.take()
             self._control_channel.listen()
+            self._leaves.look()
         if attempts.result is not None:
             return
         attempts.start_due()

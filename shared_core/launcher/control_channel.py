@@ -13,7 +13,6 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
-from shared_core.launcher.leaving import PlannedLeaves
 from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.protocol import keys
@@ -23,7 +22,9 @@ from shared_core.protocol.generation import CauseKind, Entry, EntryKind
 
 
 class ControlChannel:
-    """Reads the store and the agent's socket, and acts on what is there. ``machines``: None without other machines."""
+    """Reads the store and the agent's socket, and acts on what is there. ``machines``: None without other machines;
+    ``leave``: called when another agent was asked for a leave of this machine's.
+    """
 
     def __init__(
         self,
@@ -35,12 +36,12 @@ class ControlChannel:
         job_reporter: JobReporter,
         book: FailureBook,
         last_checkpoint: LastCheckpoint,
-        leaves: PlannedLeaves,
+        leave: Callable[[Any], None],
     ) -> None:
         self._attempts, self._resizes, self._machines, self._workers = attempts, resizes, machines, attempts.workers
         self._wakeup, self._control = wakeup, control
         self._job_reporter, self._book = job_reporter, book
-        self._last_checkpoint, self._leaves = last_checkpoint, leaves
+        self._last_checkpoint = last_checkpoint
         self._words: dict[str, Callable[[Any], None]] = {
             "divergent": self._divergent,
             "fail": self._fail,
@@ -50,7 +51,7 @@ class ControlChannel:
             "handed": lambda said: self._resizes.handed_on(said.generation, said.boundary),
             "declined": lambda said: self._resizes.declined(said.generation, said.reason),
             "restart": self._restart,
-            keys.LEAVES: leaves.hear,
+            keys.LEAVES: leave,
         }
 
     def listen(self) -> None:
@@ -71,7 +72,6 @@ class ControlChannel:
                 self._words[name](value)
             if not continues():
                 return
-        self._leaves.look()
         if attempts.phase.trains and attempt.release():
             attempts.step(AgentEvent.RELEASED)
         if attempts.phase.trains and self._machines is not None:

@@ -142,7 +142,6 @@ class WorkerRuntime:
             position,
             trained,
             runtime,
-            progress,
             reporter,
             publishing,
             self.joining,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from shared_core.faults import inject
-from shared_core.protocol import progress_file
 from shared_core.worker.comm import Runtime
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.leaving import PlannedLeave
@@ -27,7 +26,6 @@ class StepBoundaries:
         position: BoundaryPosition,
         trained: Trained,
         runtime: Runtime,
-        progress: progress_file.ProgressFile,
         reporter: RecoveryReporter,
         publishing: Publishing,
         joining: Joining,
@@ -36,7 +34,7 @@ class StepBoundaries:
         resizes: bool,
     ) -> None:
         self._position, self._trained, self._runtime, self._resizes = position, trained, runtime, resizes
-        self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
+        self._progress, self._reporter, self._publishing, self._joining = clock.progress, reporter, publishing, joining
         self._leave, self._clock = leave, clock
         self._deferred = 0
         self._loss: torch.Tensor | float | None = None

@@ -12,10 +12,12 @@ DATA, FORWARD, BACKWARD, UPDATE = range(len(PARTS))
 
 
 class StepClock:
-    """Tells the launcher the times of each step. The thread of the program calls, or that of its backward."""
+    """Tells the launcher, in ``progress``, the times of each step. The thread of the program calls, or that of its
+    backward.
+    """
 
     def __init__(self, runtime: Runtime, progress: ProgressFile) -> None:
-        self._compute_lock, self._progress = runtime.compute_lock, progress
+        self._compute_lock, self.progress = runtime.compute_lock, progress
         self._part, self._since, self._waited = DATA, time.perf_counter(), 0.0
         self._spent = [0.0] * len(PARTS)
         self._handed_over = False
@@ -37,5 +39,5 @@ class StepClock:
     def boundary(self, number: int) -> None:
         """A step boundary: the step before it is over."""
         self.enter(DATA)
-        self._progress.step(number, self._spent)
+        self.progress.step(number, self._spent)
         self._spent = [0.0] * len(PARTS)
