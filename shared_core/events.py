@@ -23,6 +23,8 @@ KINDS = (
     "start",
     "began",
     "failed",
+    "drained",
+    "straggler",
     "generation",
     "survivor_ready",
     "replacement_start",
@@ -59,6 +61,7 @@ JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 _CALCULATED = frozenset(
     {
         "failed",
+        "drained",
         "generation",
         "survivor_ready",
         "replacement_start",

@@ -16,6 +16,8 @@ from etcd_server import Etcd, needs_etcd
 from harness import SCRIPTS, Jobs
 
 from shared_core.checkpoint.spool import FOLDER, Spool
+from shared_core.cli.drain import ask
+from shared_core.errors import SwiftError
 from shared_core.faults import Fault
 from tests.support.cluster import Cluster, alive
 from tests.support.namespaces import Machine, machines, unavailable
@@ -84,6 +86,27 @@ def test_a_spare_machine_takes_the_place_of_a_failed_one(site: Site) -> None:
     result, statuses = site.check(cluster, LONG)
     assert sorted(statuses) == [-9, 0, 0]
     assert statuses[failed] == -9
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["asked", "notice"])
+def test_a_machine_leaves_as_planned(how: str, site: Site, tmp_path: Path) -> None:
+    """The spare one takes its ranks at the next step boundary; its launcher ends. That of the store stays."""
+    (tmp_path / "swift.json").write_text(json.dumps({"notice": "SIGUSR1"}))
+    cluster = site.start(site.machines, LONG, options=[f"--swift-config={tmp_path / 'swift.json'}"])
+    cluster.until(lambda: cluster.boundaries(2) >= 20)
+    leaves = 3 - site.spare(cluster)
+    if how == "asked":
+        job_dir = Path(cluster.workers(0)[0]["job_dir"])
+        with pytest.raises(SwiftError, match="hosts the job's store"):
+            ask(job_dir, site.machines[0].address)
+        ask(job_dir, site.machines[leaves].address)
+    else:
+        os.kill(cluster.pids[leaves], signal.SIGUSR1)
+    result, statuses = site.check(cluster, LONG)
+    assert statuses == [0, 0, 0] and "this machine has left the job" in cluster.said(leaves), result.tail()
+    assert {event.rank for event in result.kinds("drained")} == {2, 3} and not result.kinds("failed"), result.tail()
+    assert "no worker failed" in cluster.said(0)
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""``swiftctl``: looks at what a job left behind, and plans for the next one."""
+"""``swiftctl``: looks at jobs and what they left behind, asks a running one, and plans for the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shared_core.cli import checkpoints, doctor, lab, report, watch
+from shared_core.cli import checkpoints, doctor, drain, lab, report, watch
 from shared_core.cli.arguments import Parser, one_line
 from shared_core.cli.event_files import add_arguments, read_run
 from shared_core.errors import ConfigError, SwiftError
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if "run" not in options:
-        parser.error("COMMAND is missing: status, watch, doctor, events, report, checkpoints, lab")
+        parser.error("COMMAND is missing: status, watch, doctor, events, drain, report, checkpoints, lab")
     try:
         status: int = options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     events.add_argument("--all", action="store_true", help="print every event too")
     events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
     events.set_defaults(run=_events)
+    drain.add_command(commands)
     report.add_command(commands)
     checkpoints.add_command(commands)
     lab.add_command(commands)

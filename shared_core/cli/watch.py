@@ -18,7 +18,7 @@ from shared_core.watch.follower import Follower
 from shared_core.watch.screen import drawn, need_rich
 from shared_core.watch.text import format_jobs, format_view
 
-_JOB = (
+JOB = (
     "how the run's id begins, the --rdzv-id, the pid of swiftrun, or the job's events.jsonl; may be left out where one "
     "job runs on this machine"
 )
@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
         help="how a running job is: workers, failures, stalls, the last checkpoint",
         description="Print how a job on this machine is.",
     )
-    status.add_argument("job", metavar="JOB", nargs="?", help=_JOB)
+    status.add_argument("job", metavar="JOB", nargs="?", help=JOB)
     status.add_argument("--json", action="store_true", help="print JSON instead")
     status.set_defaults(run=_status)
     watch = commands.add_parser(
@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
         help="the same again and again, until the job ends",
         description="Show how a job on this machine is, until it ends or Ctrl-C is pressed.",
     )
-    watch.add_argument("job", metavar="JOB", nargs="?", help=_JOB)
+    watch.add_argument("job", metavar="JOB", nargs="?", help=JOB)
     watch.add_argument(
         "--every",
         metavar="SECONDS",
@@ -107,14 +107,24 @@ def _follower(job: str | None) -> Follower:
         SwiftError: no job runs on this machine.
         OSError: the file of events cannot be read.
     """
-    here = list(jobs_here())
     if job is not None and (path := Path(job)).exists():
-        return _of_file(path, here)
+        return _of_file(path, list(jobs_here()))
+    return Follower(job_folder(job))
+
+
+def job_folder(job: str | None) -> Path:
+    """The private folder of the job that is meant, on this machine.
+
+    Raises:
+        ConfigError: none is meant, or several are.
+        SwiftError: no job runs on this machine.
+    """
+    here = list(jobs_here())
     meant = [(folder, card) for folder, card in here if job is None or _is_meant(card, job)]
     if len(meant) == 1:
         if job is None:
             print("swiftctl: the only job of this user that runs on this machine", file=sys.stderr)
-        return Follower(meant[0][0])
+        return meant[0][0]
     if not here:
         what = "no job of this user runs on this machine"
         raise SwiftError(

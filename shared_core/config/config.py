@@ -27,7 +27,7 @@ from shared_core.config.sections import (
     prefix_of,
 )
 from shared_core.errors import ConfigError, MissingExtra
-from shared_core.kinds import MOST, Choice, Whole, open_regular
+from shared_core.kinds import MOST, Choice, NamedPlace, Whole, open_regular
 
 ENV_PREFIX = "SWIFT_RECOVERY_"
 #: Variables with the prefix that the agent sets for its workers, or that are no options.
@@ -64,6 +64,8 @@ class SwiftConfig(Section):
         on_failure: the answer to the failure of a worker.
         data: how a replacement regains its place in the data.
         seed: of all that is ``seeded``.
+        stragglers: the answer to a slow worker.
+        notice: what tells that this machine will be taken away.
         checkpoint: checkpoints for a restart.
         resize: a number of workers that changes.
         reroute: the others compute a failed worker's share.
@@ -100,6 +102,18 @@ class SwiftConfig(Section):
         late=True,
     )
     seed: int = option(0, Whole(-MOST - 1), 'of `data: "seeded"` and `replay.randomness: "seeded"`', late=True)
+    stragglers: str = option(
+        "report",
+        Choice(("report", "replace", "off")),
+        "a rank that computes 1.5 times as long as the others in its last 10 steps, and 20 ms longer: `report` names "
+        "it and the part of the step, `replace` has it [leave](launching.md#planned-leaves)",
+    )
+    notice: str | None = option(
+        None,
+        NamedPlace("a signal, a file or a command"),
+        "what tells that this machine will be taken away, so that it [leaves](launching.md#planned-leaves): a signal "
+        "to `swiftrun`, as `SIGUSR1`; a file that appears; or `run:COMMAND`, once that succeeds",
+    )
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     resize: ResizeOptions = field(default_factory=ResizeOptions)
     reroute: RerouteOptions = field(default_factory=RerouteOptions)

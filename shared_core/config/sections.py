@@ -243,8 +243,7 @@ class LogOptions(Section):
         NamedPlace("worker, machine, auto, plan or ranges of ranks such as 0-3,4-7"),
         "pipelines: ranks that start again together, so that messages between them need no log. `worker`: each alone; "
         "`machine`: those of a machine; `auto`: by machine where there are several; ranges of ranks, as `0-3,4-7`; or "
-        "`plan`: the grouping with the shortest replay within the budget, planned from measured times and again when "
-        "they drift",
+        "`plan`: the grouping with the shortest replay within the budget",
     )
     budget_bytes: int = option(
         0,
@@ -356,10 +355,9 @@ class StandbyOptions(Section):
     prepared: int | str = option(
         "auto",
         WholeOrAuto(),
-        "ranks of each machine for which a standby runs the script up to its first batch and waits there, so that a "
-        "loss does not wait for the script's start-up. Each takes the memory of a worker. `auto`: where the start-up "
-        "takes 2 s or more, workers fork themselves instead; where they cannot, for as many ranks as memory allows, "
-        "rank 0 left out ([launching.md](launching.md#hot-standbys))",
+        "ranks of each machine for which a [hot standby](launching.md#hot-standbys) is prepared. `auto`: where the "
+        "start-up takes 2 s or more, workers fork themselves instead; where they cannot, as many as memory allows, "
+        "without rank 0",
     )
 
 

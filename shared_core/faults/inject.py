@@ -13,6 +13,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -23,7 +25,7 @@ from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog, console
-from shared_core.faults.spec import ANY_STEP, EXIT_CODE, FLIPS, REFUSALS, Fault, dumps, loads
+from shared_core.faults.spec import ANY_STEP, EXIT_CODE, FLIPS, REFUSALS, SLOW, Fault, dumps, loads
 from shared_core.kinds import open_regular
 from shared_core.waiting import Wait, poll
 
@@ -37,6 +39,8 @@ AFTER_S = 40.0
 #: What flips a bit, by its kind and number; told by the worker that has the state.
 _flip: Callable[[str, int], None] = lambda kind, bit: None  # noqa: E731
 
+#: That share the core of a worker that is made slow.
+_BUSY_LOOPS = 2
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -238,12 +242,24 @@ def _carry_out(fault: Fault, index: int, boundaries: int) -> None:
     if fault.kind in FLIPS:
         _flip(fault.kind, fault.bit)
         return
+    if fault.kind == SLOW:
+        _share_core()
+        return
     if fault.kind == "os._exit":
         os._exit(EXIT_CODE)
     if fault.kind == "segfault":
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         ctypes.string_at(0)
     os.kill(os.getpid(), getattr(signal, fault.kind))
+
+
+def _share_core() -> None:
+    """Pin this worker, all of its threads, to one core, and start busy loops there. They end with its process group."""
+    core = {min(os.sched_getaffinity(0))}
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), core)
+    for _ in range(_BUSY_LOOPS):
+        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"], stdin=subprocess.DEVNULL)
 
 
 def _record(fault: Fault, index: int, boundaries: int) -> None:

@@ -20,6 +20,8 @@ REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFI
 
 #: Memory that fails in silence: one bit flips, of a parameter or of optimizer state. Nobody fails.
 FLIPS: tuple[str, ...] = ("flip.parameter", "flip.optimizer")
+#: The worker shares its core with busy loops from now on. Nobody fails.
+SLOW = "slow"
 
 #: Places in a worker's life where the core looks for a fault.
 POINTS: tuple[str, ...] = (
@@ -31,6 +33,8 @@ POINTS: tuple[str, ...] = (
     # A call of the trainer (fit, validate, test, predict) begins.
     "entry",
     "step_boundary",
+    # A worker that was told to leave has published the step boundary where it does.
+    "leave",
     "forward",
     "collective.before",
     "collective.after",
@@ -136,7 +140,7 @@ class Fault:
         step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
-        kind: one of :data:`KINDS`, :data:`REFUSALS` or :data:`FLIPS`.
+        kind: one of :data:`KINDS`, :data:`REFUSALS` or :data:`FLIPS`, or :data:`SLOW`.
         nth: which occurrence of the point since the last step boundary, from 1; for ``update.during`` which tensor
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
@@ -166,7 +170,7 @@ class Fault:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"fault: {name} must be an int, got {value!r}")
         _one_of("point", self.point, POINTS)
-        _one_of("kind", self.kind, KINDS + REFUSALS + FLIPS)
+        _one_of("kind", self.kind, (*KINDS, *REFUSALS, *FLIPS, SLOW))
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"fault: {name} must be at least {bound}, got {getattr(self, name)}")

@@ -29,9 +29,11 @@ from shared_core.launcher.gathering import JobOver
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.lease import Fenced
+from shared_core.launcher.leaving import PlannedLeaves
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.machine_workers import MachineWorkers
+from shared_core.launcher.notice import Notice
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.persisting import Persisting
@@ -39,6 +41,7 @@ from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.starting import Starter
+from shared_core.launcher.stragglers import Stragglers
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
@@ -151,9 +154,20 @@ class Agent:
         if membership is not None:
             self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
         self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
+        notice = self._notice = Notice(config.notice, wakeup)
+        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, notice, job_reporter)
         self._control_channel = ControlChannel(
-            attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint
+            attempts,
+            self._resizes,
+            self._machines,
+            wakeup,
+            control,
+            job_reporter,
+            book,
+            self._last_checkpoint,
+            leaves.hear,
         )
+        self._stragglers = Stragglers(config, attempts, leaves, job_reporter)
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
 
@@ -185,6 +199,7 @@ class Agent:
             try:
                 self._end(ends_with)
             finally:
+                self._notice.close()
                 self._control.close()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -199,14 +214,20 @@ class Agent:
             except (Fenced, StoreError) as error:
                 if self._machines is None:
                     raise
-                self._machines.stand_down(error)
+                self._machines.stand_down(error, self._leaves.machine)
+                if self._leaves.machine:
+                    return self._over()
             except JobOver as over:
                 if over.failed:
                     raise
                 console(str(over))
-                attempts.succeed(AgentEvent.ENDED_ELSEWHERE)
-                assert attempts.result is not None
-                return attempts.result
+                return self._over()
+
+    def _over(self) -> RunResult:
+        """The job has ended without this machine, or continues so."""
+        self._attempts.succeed(AgentEvent.ENDED_ELSEWHERE)
+        assert self._attempts.result is not None
+        return self._attempts.result
 
     def _meet(self) -> None:
         with self.records.duration("RENDEZVOUS"):
@@ -223,7 +244,7 @@ class Agent:
             for replacement in worker_pool.started():
                 attempts.announce(replacement)
             dead = worker_pool.reap()
-            if dead:
+            if dead and not self._leaves.takes(dead):
                 self._failures.handle_worker_exits(dead)
             if attempts.result is None:
                 self._look()
@@ -234,6 +255,7 @@ class Agent:
         if (self._tick() or self._wakeup.told) and attempts.result is None:
             self._wakeup.take()
             self._control_channel.listen()
+            self._leaves.look()
         if attempts.result is not None:
             return
         attempts.start_due()
@@ -287,6 +309,7 @@ class Agent:
         if attempts.phase.trains:
             self._shutdown_barrier.look(attempts.now.finished(mine), mine)
         self._resizes.shrink_late()
+        self._stragglers.look()
         if self._program.mode != "exec":
             attempts.look_after_spares()
         self._persisting.look(min(mine, default=0), self._job_reporter.run_id)

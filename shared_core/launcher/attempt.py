@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
-from shared_core.protocol.codec import decode
+from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.failure_policy import Death
 from shared_core.protocol.generation import Cause, Entry, EntryKind
 from shared_core.protocol.keys import WORDS
 from shared_core.protocol.preparing import place_key
+from shared_core.protocol.stragglers import Steps
 from shared_core.transport.store import Store
 
 #: Default address of the store for the process groups of a script on one machine.
@@ -153,6 +154,26 @@ class Attempt:
 
     def set(self, name: str) -> None:
         self._client.set(self.key(name), "1")
+
+    def tell(self, slot: int, queue: str, value: Any) -> None:
+        """Tell the agent at another machine's place something: a dataclass, in one of its queues."""
+        self._client.queue_push(self.key(f"{queue}/{slot}"), json.dumps(asdict(value)))
+        self._client.queue_push(self.key(f"{WORDS}/{slot}"), queue)
+
+    def with_others(self, mine: Mapping[int, Steps]) -> dict[int, Steps]:
+        """The times of the last steps of this machine's ranks, and of those of the others; tells these."""
+        if self._slots == 1:
+            return dict(mine)
+        rows = [[rank, number, list(parts)] for rank, steps in mine.items() for number, parts in steps.items()]
+        self._client.set(self.key(f"steps/{self._slot}"), json.dumps(rows))
+        found: dict[int, Steps] = dict(mine)
+        for slot in set(range(self._slots)) - {self._slot}:
+            key = self.key(f"steps/{slot}")
+            with suppress(DamagedRecord):
+                told = self._client.get(key) if self._client.check([key]) else b"[]"
+                for rank, number, parts in decode(told, list[tuple[Count, Count, list[float]]], key):
+                    found[rank] = {**found.get(rank, {}), number: parts}
+        return found
 
     def give_place(self, rank: int, incarnation: int) -> None:
         """A hot standby takes its rank's place, in the newest generation."""

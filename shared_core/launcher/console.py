@@ -35,6 +35,7 @@ class Away:
         behind: the replacement computes again what the others have done since the beginning of the job.
         back: the replacement trains.
         told: the user knows of the failure.
+        planned: it did not fail, but left as planned.
     """
 
     rank: int
@@ -46,6 +47,11 @@ class Away:
     behind: bool = False
     back: bool = False
     told: bool = False
+    planned: bool = False
+
+    @property
+    def what(self) -> str:
+        return "left" if self.planned else "failed"
 
     @property
     def who(self) -> str:
@@ -122,18 +128,28 @@ class ConsoleReporter:
     def counts(self, failed: int) -> None:
         self._failures += failed
 
-    def failed(self, rank: int, cause: str, detected: float, pid: int = 0, *, continues: bool = False) -> None:
-        """A worker of this machine failed; or this machine takes a rank over from another, with ``pid`` 0. ``detected``
-        is in seconds since the epoch. ``continues``: the others do not wait for its replacement.
+    def failed(
+        self,
+        rank: int,
+        cause: str,
+        detected: float,
+        pid: int = 0,
+        *,
+        continues: bool = False,
+        planned: bool = False,
+    ) -> None:
+        """A worker of this machine failed, or left as ``planned``; or this machine takes a rank over from another, with
+        ``pid`` 0. ``detected`` is in seconds since the epoch. ``continues``: the others do not wait for its
+        replacement.
         """
-        self._failures += bool(pid)
+        self._failures += bool(pid) and not planned
         before = self._away.get(rank)
         since = detected if before is None or before.back else before.detected
-        self._away[rank] = away = Away(rank, cause, since, pid)
+        self._away[rank] = away = Away(rank, cause, since, pid, planned=planned)
         self._pids.pop(rank, None)
         if continues:
             away.told = True
-            self._say(f"rank {rank} failed ({away.who}); the others compute its share until it is back")
+            self._say(f"rank {rank} {away.what} ({away.who}); the others compute its share until it is back")
         if len(self._away) == 1:
             self._next = 0.0
 
@@ -209,6 +225,8 @@ class ConsoleReporter:
         if len(back) > 1:
             each = [f"rank {away.rank}, {one}" for away, one in zip(back, each, strict=True)]
         verb = "is" if len(back) == 1 else "are"
+        if all(away.planned for away in back):
+            verb = f"left as planned and {verb}"
         named = ranks([away.rank for away in back])
         self._say(f"{named} {verb} back after {stall:.2f} s{whence}; 0 steps lost ({'; '.join(each)})")
 
@@ -236,7 +254,7 @@ class ConsoleReporter:
         return None
 
     def _whereabouts(self, one: Away) -> str:
-        failed = f"rank {one.rank} failed ({one.who}), and its replacement"
+        failed = f"rank {one.rank} {one.what} ({one.who}), and its replacement"
         if not one.replacement:
             return f"{failed} is not started yet"
         if one.behind:
@@ -259,7 +277,7 @@ class ConsoleReporter:
     def fails(self, reason: str) -> None:
         for away in self._away.values():
             if not reason.endswith(AS_ANY):  # then the error is printed, and it was no accident of one worker
-                self._say(f"rank {away.rank} failed ({away.who})")
+                self._say(f"rank {away.rank} {away.what} ({away.who})")
         self._away.clear()
         if self._change is not None:
             self._say(f"all workers were started again ({self._change.why})")

@@ -22,7 +22,9 @@ from shared_core.protocol.generation import CauseKind, Entry, EntryKind
 
 
 class ControlChannel:
-    """Reads the store and the agent's socket, and acts on what is there. ``machines``: None without other machines."""
+    """Reads the store and the agent's socket, and acts on what is there. ``machines``: None without other machines;
+    ``leave``: called when another agent was asked for a leave of this machine's.
+    """
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class ControlChannel:
         job_reporter: JobReporter,
         book: FailureBook,
         last_checkpoint: LastCheckpoint,
+        leave: Callable[[Any], None],
     ) -> None:
         self._attempts, self._resizes, self._machines, self._workers = attempts, resizes, machines, attempts.workers
         self._wakeup, self._control = wakeup, control
@@ -49,6 +52,7 @@ class ControlChannel:
             "handed": lambda said: self._resizes.handed_on(said.generation, said.boundary),
             "declined": lambda said: self._resizes.declined(said.generation, said.reason),
             "restart": self._restart,
+            keys.LEAVES: leave,
         }
 
     def listen(self) -> None:
@@ -87,7 +91,8 @@ class ControlChannel:
             attempts.resize(entry)
         else:
             self._resizes.note(entry)
-            self._job_reporter.console_reporter.counts(len(entry.failed))
+            if not entry.planned:
+                self._job_reporter.console_reporter.counts(len(entry.failed))
             if self._machines is not None:
                 self._machines.check()  # it may have given our place away
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
 from shared_core.protocol.codec import decode
+from shared_core.protocol.leaving import ANSWER_BYTES, LEAVE
 from shared_core.protocol.worker_messages import WISH, WISH_BYTES
 from shared_core.system.jobdir import AGENT
 from shared_core.system.wire import Link
@@ -19,6 +22,10 @@ from shared_core.transport.server import PeerServer
 from shared_core.transport.store import MemoryStore
 
 _TAKEN = b"."
+#: Longest that the agent's loop takes to answer, in seconds.
+_ANSWER_S = 30.0
+#: Gives an answer: its kind, and text.
+Answer = Callable[[bytes, str], None]
 
 
 class ControlSocket:
@@ -32,6 +39,7 @@ class ControlSocket:
         self._store: MemoryStore | None = None
         self._lock = threading.Lock()
         self._wishes: list[tuple[int, dict[str, Any]]] = []
+        self._leaves: list[tuple[str, Answer]] = []
         self._server = PeerServer(local.listen(self.path), local.accept, self._serve)
 
     def new_store(self) -> MemoryStore:
@@ -47,6 +55,12 @@ class ControlSocket:
         with self._lock:
             wishes, self._wishes = self._wishes, []
         return wishes
+
+    def leaves(self) -> list[tuple[str, Answer]]:
+        """Leaves that somebody of this user asks for, since the last call: the rank or host, and what to call once."""
+        with self._lock:
+            leaves, self._leaves = self._leaves, []
+        return leaves
 
     def close(self) -> None:
         self._server.close()
@@ -69,3 +83,11 @@ class ControlSocket:
                 self._wishes.append((local.process_of(sock), wish))
             self._wake()
             link.send(_TAKEN)
+        elif request.kind == LEAVE:
+            answers: SimpleQueue[tuple[bytes, str]] = SimpleQueue()
+            with self._lock:
+                self._leaves.append((request.data.decode(errors="replace"), lambda *each: answers.put(each)))
+            self._wake()
+            with suppress(Empty):
+                kind, text = answers.get(timeout=_ANSWER_S)
+                link.send(kind, data=[text.encode()[:ANSWER_BYTES]])

@@ -15,7 +15,8 @@ from shared_core.launcher.workers import CANCELLED, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
 from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, ResponsePlan
-from shared_core.protocol.generation import Entry
+from shared_core.protocol.generation import CauseKind, Entry
+from shared_core.protocol.leaving import EXIT_LEFT
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 
@@ -101,8 +102,10 @@ class WorkerFailures:
             cause = "exited with code 0 without saying goodbye"
         progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
         boundaries = progress[0] if progress else 0
-        place = path if error else ""
-        return self._book.as_before(Death(one.rank, one.pid, code, cause, boundaries, error, place, detected, one.kind))
+        place, kind = path if error else "", one.kind
+        if one.leaves and code == EXIT_LEFT:
+            cause, kind = f"drained: {one.leaves}", CauseKind.PLANNED
+        return self._book.as_before(Death(one.rank, one.pid, code, cause, boundaries, error, place, detected, kind))
 
     def _fail(self, plan: ResponsePlan) -> None:
         assert plan.first is not None

@@ -20,7 +20,7 @@ from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.failure_policy import Death, FailureBook
-from shared_core.protocol.generation import Entry
+from shared_core.protocol.generation import CauseKind, Entry
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.card import Card
 from shared_core.system.process import begun
@@ -111,8 +111,9 @@ class JobReporter:
         )
 
     def failed(self, one: LiveWorker, death: Death, *, continues: bool) -> None:
+        planned = death.kind is CauseKind.PLANNED
         self.emit(
-            "failed",
+            "drained" if planned else "failed",
             rank=death.rank,
             cause=death.cause,
             detected=death.detected,
@@ -122,12 +123,17 @@ class JobReporter:
             boundaries=death.boundaries,
             **({"last_words": words} if (words := last_words(death.error_file, one.request.stderr)) else {}),
         )
-        self.console_reporter.failed(death.rank, death.cause, death.detected, death.pid, continues=continues)
+        self.console_reporter.failed(
+            death.rank, death.cause, death.detected, death.pid, continues=continues, planned=planned
+        )
 
     def failed_elsewhere(self, entry: Entry) -> None:
-        self.console_reporter.counts(len(entry.failed))
+        if not entry.planned:
+            self.console_reporter.counts(len(entry.failed))
         for cause in entry.causes:
-            self.emit("failed", rank=cause.who, cause=cause.text, detected=entry.detected)
+            self.emit(
+                "drained" if entry.planned else "failed", rank=cause.who, cause=cause.text, detected=entry.detected
+            )
 
     def generation(self, entry: Entry) -> None:
         self.emit("generation", **entry.event_fields())

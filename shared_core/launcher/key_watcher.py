@@ -15,19 +15,19 @@ from typing import Any
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
 from shared_core.protocol import worker_messages as said
-from shared_core.protocol.keys import DAMAGED, PREPARED, REPORTS, SAVED, WORDS
+from shared_core.protocol.keys import DAMAGED, LEAVES, PREPARED, REPORTS, SAVED, WORDS
 from shared_core.transport.store import Store
 
 _ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"
 #: Written again in each generation.
 _AGAIN = ("handed", "declined")
-_QUEUES = (REPORTS, PREPARED, DAMAGED)
+_QUEUES = (REPORTS, PREPARED, DAMAGED, LEAVES)
 
 
 class KeyWatcher:
     """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined``,
-    and the queues ``reports``, ``prepared`` and ``damaged``.
+    and the queues ``reports``, ``prepared``, ``damaged`` and ``leaves``.
 
     Args:
         connect: gives a store whose waits have no time-out; called once for the thread, once for :meth:`look`.

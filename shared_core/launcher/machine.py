@@ -152,8 +152,19 @@ class MachineMembership:
     def why(self, error: Exception) -> str:
         return (self._rendezvous.lease.fenced if self._rendezvous.lease is not None else "") or str(error)
 
-    def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing) -> Entry | None:
-        """Give the places of failed machines to spare ones, or continue with another number of machines.
+    def spares(self, ledger: Ledger) -> int:
+        """Machines that wait for a place."""
+        lease = self._rendezvous.lease
+        alive = lease.alive if lease is not None else ()
+        return len([name for name in alive if name not in ledger.machines and name not in ledger.gone])
+
+    def ends_with(self, machine: str | None) -> bool:
+        """Whether the job ends when this machine leaves."""
+        return self._rendezvous.job_ends_with(machine)
+
+    def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, leaves: str = "") -> Entry | None:
+        """Give the places of failed machines to spare ones, or continue with another number of machines. ``leaves``:
+        this machine's place is given away too, for that reason.
 
         Returns the ledger's entry; None if there is nothing to do, or another agent was first.
         """
@@ -166,14 +177,17 @@ class MachineMembership:
         def make() -> Entry | None:
             self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen end
             alive = [name for name in lease.alive if name not in self._gone]
-            change = reassign(ledger.machines, lease.failed, alive)
+            mine = {self._rendezvous.name} if leaves else set()
+            change = reassign(ledger.machines, lease.failed | mine, alive)
             machines = ledger.machines if change is None else change.machines
             entry, why = Entry(detected=detected, machines=machines), ""
             if change is not None:
-                why = _reason(change)
+                planned = bool(leaves) and set(change.failed.values()) == mine
+                why = _reason(change, f"leaves ({leaves})" if planned else "failed")
                 if resizing.config.restarts:
                     return Entry(kind=EntryKind.RESTART, reason=why, machines=machines)
-                causes = tuple(Cause(CauseKind.MACHINE, why, rank) for rank in change.ranks(nproc))
+                kind = CauseKind.PLANNED if planned else CauseKind.MACHINE
+                causes = tuple(Cause(kind, why, rank) for rank in change.ranks(nproc))
                 entry = replace(entry, causes=causes)
             after = resizing.machines(machines, alive, changed=change is not None, now=time.monotonic())
             if after is not None:
@@ -241,13 +255,13 @@ class MachineMembership:
         self._copies.close()
 
 
-def _reason(change: Reassignment) -> str:
+def _reason(change: Reassignment, what: str) -> str:
     takers = {place: host_of(str(change.machines[place])) for place in change.filled}
     parts = []
     for place, name in change.failed.items():
         taker = takers.pop(place, "")
         after = f" and {taker} takes its place" if taker else ", and no spare one is there"
-        parts.append(f"machine {host_of(name)} failed{after}")
+        parts.append(f"machine {host_of(name)} {what}{after}")
     if takers:
         parts.append(f"machine {listed(list(takers.values()))} takes the place of a failed one")
     return "; ".join(parts)

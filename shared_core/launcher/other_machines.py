@@ -129,10 +129,25 @@ class OtherMachines:
         if self._attempts.phase.trains:
             self._membership.check(self._attempts.now.ledger)
 
+    @property
+    def spares(self) -> int:
+        """Machines that wait."""
+        return self._membership.spares(self._attempts.now.ledger)
+
+    def ends_with(self, machine: str | None) -> bool:
+        """Whether the job ends when this machine leaves."""
+        return self._membership.ends_with(machine)
+
+    def hand_over(self, why: str) -> None:
+        """All workers of this machine have left: give its place to a spare one."""
+        self._answer(self._membership.replace_machines(self._attempts.now, self._nproc, self._resizing, leaves=why))
+
     def look(self) -> None:
         """Give the places of failed machines away, or continue with another number of machines."""
+        self._answer(self._membership.replace_machines(self._attempts.now, self._nproc, self._resizing))
+
+    def _answer(self, entry: Entry | None) -> None:
         attempts = self._attempts
-        entry = self._membership.replace_machines(attempts.now, self._nproc, self._resizing)
         if entry is None:
             return
         self._resizes.note(entry)
@@ -143,11 +158,16 @@ class OtherMachines:
         else:
             self._job_reporter.generation(entry)
 
-    def stand_down(self, error: Exception) -> None:
-        """This machine may not continue: its workers end, and it is as if it had just been started."""
-        reason = self._membership.why(error)
-        console(f"the workers of this machine are stopped: {reason}")
-        self._job_reporter.warn(f"workers stopped: {reason}")
+    def stand_down(self, error: Exception, leaves: str) -> None:
+        """This machine may not continue: its workers end, and it is as if it had just been started. ``leaves``: why it
+        has given its place away itself; empty if it has not.
+        """
+        if leaves:
+            console(f"this machine has left the job: {leaves}")
+        else:
+            reason = self._membership.why(error)
+            console(f"the workers of this machine are stopped: {reason}")
+            self._job_reporter.warn(f"workers stopped: {reason}")
         self._attempts.step(AgentEvent.FENCED)
 
     def send_no_more(self) -> None:

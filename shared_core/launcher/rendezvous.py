@@ -126,6 +126,9 @@ class SwiftRendezvousHandler(KeptRendezvous):
     def store_dies_here(self) -> bool:
         return self.store is not None and self._register.backend == C10D
 
+    def job_ends_with(self, machine: str | None) -> bool:
+        return machine == self.keeper and self._register.backend == C10D
+
     def leave(self, *, over: bool) -> None:
         """Leave, and tell the others; the store's host leaves last. ``over``: not only for this machine."""
         lease = self.lease

@@ -13,6 +13,7 @@ from shared_core.events import console
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.starting import AttemptStart, Starter
 from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
+from shared_core.protocol.generation import CauseKind
 from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
 from shared_core.protocol.progress_file import path_of, read_progress
 from shared_core.system import process
@@ -37,6 +38,7 @@ class Spares:
         self._failed_ranks: Counter[int] = Counter()
         self._ready: dict[int, Prepared] = {}
         self._unfit: set[int] = set()
+        self._leaving: set[int] = set()
         self._preparing: LiveWorker | None = None
         self._failures, self._next = 0, 0.0
 
@@ -55,7 +57,7 @@ class Spares:
             return
         measured, ranks, chosen = self._measure(), start.places.ranks, self._config.standby.prepared
         start_up_s = measured.startup_s if chosen == "auto" else 0.0
-        if time.time() - self._trains_since < start_up_s:
+        if not self._leaving and time.time() - self._trains_since < start_up_s:
             self._next = time.monotonic() + _SOON_S
             return
         forked = {rank for rank, said in self._ready.items() if said.forked}
@@ -67,11 +69,27 @@ class Spares:
             self._job_reporter.emit("preparing", number=decision.number, reason=decision.text, **fields)
             if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
                 console(decision.text)
-        rank = next_rank(decision.number, others - self._unfit, self._failed_ranks, made)
+        self._leaving -= self._unfit if measured.fits else others
+        rank = min(self._leaving & others, default=None)
+        if rank is None:
+            rank = next_rank(decision.number, others - self._unfit, self._failed_ranks, made)
         if rank is None or not self._worker_pool.can_start:
             self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
             return
         self._preparing = self._starter.prepare(start.places.local_rank(rank), start)
+
+    def want(self, rank: int) -> None:
+        """The rank's worker is to leave: prepare a standby for it before any other, where that may be."""
+        chosen = self._config.standby.prepared
+        # What a second rank 0 does before its loop, the first one sees: that is done only where it is asked for.
+        may = rank != 0 if chosen == "auto" else chosen != 0
+        if may and self._config.replaces and rank not in self._ready and self._worker_pool.keeps_standbys:
+            self._leaving.add(rank)
+            self._next = 0.0
+
+    def settled(self, rank: int) -> bool:
+        """Whether the standby that was wanted is there, or will not be."""
+        return rank not in self._leaving
 
     def ready(self, said: Prepared) -> None:
         """A standby has reached its first step boundary, and waits for its rank's place."""
@@ -97,9 +115,12 @@ class Spares:
             self._drop(other)  # one that runs the script
         self._worker_pool.adopt(spare)
         self._wait_with(said, spare)
+        if of.leaves:  # this copy was made where it leaves
+            of.kill(f"drained: {of.leaves}", CauseKind.PLANNED)
 
     def _wait_with(self, said: Prepared, spare: LiveWorker) -> None:
         self._ready[said.rank] = said
+        self._leaving.discard(said.rank)
         took_s, held = time.time() - spare.born, private_bytes(spare.pid)
         self._job_reporter.emit(
             "prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held, forked=said.forked
@@ -115,6 +136,7 @@ class Spares:
 
     def _take(self, rank: int, start: AttemptStart) -> bool:
         self._failed_ranks[rank] += 1
+        self._leaving.discard(rank)
         self._handle_exits()
         incarnation = start.attempt.incarnations[rank]
         said = self._ready.pop(rank, None)
@@ -134,6 +156,7 @@ class Spares:
         self._preparing = None
         self._ready.clear()
         self._unfit.clear()
+        self._leaving.clear()
         self._startups.clear()
         self._trains_since, self._failures, self._next = 0.0, 0, 0.0
 
@@ -189,6 +212,7 @@ class Spares:
                 self._preparing = None
             if spare.cause == CANCELLED:
                 continue
+            self._leaving.discard(spare.rank)  # who leaves does not wait for another one
             if code == EXIT_UNFIT:
                 self._unfit.add(spare.rank)
                 console(f"no standby is prepared for rank {spare.rank}: its stage has no replica to begin from")

@@ -17,10 +17,12 @@ class Wakeup:
         selector: register further descriptors here.
         received: numbers of the handled signals, in order.
         told: there is something to read in the job's store.
+        apart: the signal that was set apart has come; later ones are received as others are.
     """
 
     def __init__(self) -> None:
-        self.told = False
+        self.told = self.apart = False
+        self._apart = 0
         self.selector = selectors.DefaultSelector()
         self.received: list[int] = []
         self._read, self._write = socket.socketpair()
@@ -34,13 +36,20 @@ class Wakeup:
         """Take over the named signals (kept in :attr:`received`) and SIGCHLD (which only wakes). Main thread only."""
         # The C handler writes to the descriptor at once, wherever the interpreter is.
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for name in names:
-            number = signal.Signals[name]
+        numbers = [signal.Signals[name] for name in names]
+        for number in dict.fromkeys([*numbers, self._apart] if self._apart else numbers):
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _nothing)
 
+    def set_apart(self, number: int) -> None:
+        """Take this signal over too, which does not end the job when it comes first. Call before :meth:`handle`."""
+        self._apart = number
+
     def _on_signal(self, number: int, _frame: object) -> None:
-        self.received.append(number)
+        if number == self._apart and not self.apart:
+            self.apart = self.told = True
+        else:
+            self.received.append(number)
 
     def poke(self) -> None:
         """End the wait. Any thread may call."""

@@ -53,6 +53,7 @@ class LiveWorker:
         pidfd: readable when it dies; None without support in the kernel.
         stopped_looks: looks in a row that found it in state T.
         cause: why the agent killed it; empty if it did not.
+        leaves: why it is to leave; empty if it is not.
     """
 
     local_rank: int
@@ -68,6 +69,14 @@ class LiveWorker:
     stopped_looks: int = 0
     cause: str = ""
     kind: CauseKind = CauseKind.DIED
+    leaves: str = ""
+
+    def leave(self, why: str, file: Path) -> None:
+        """Tell it to leave at its next step boundary, by a file where it looks then."""
+        self.leaves = why
+        fresh = file.with_name(f"{file.name}.new")
+        fresh.write_text(str(self.pid))
+        fresh.replace(file)
 
     def kill(self, cause: str, kind: CauseKind = CauseKind.DIED) -> None:
         """SIGKILL to its process group; ``cause`` is shown to the user."""
@@ -251,6 +260,11 @@ class WorkerPool:
         self._waiting.clear()
         for worker in self._starting.values():
             worker.cause = CANCELLED
+
+    @property
+    def keeps_standbys(self) -> bool:
+        """Whether a worker need not wait for the imports."""
+        return self._fills and self._wanted_standbys > 0
 
     @property
     def can_start(self) -> bool:

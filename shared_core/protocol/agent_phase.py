@@ -84,6 +84,7 @@ _TABLE: dict[tuple[AgentPhase, AgentEvent], Outcome] = {
     (AgentPhase.RENDEZVOUS, AgentEvent.PLACED): (AgentPhase.RUNNING, (AgentAction.START,)),
     (AgentPhase.RENDEZVOUS, AgentEvent.ENDED_ELSEWHERE): (AgentPhase.OVER, ()),
     (AgentPhase.STOOD_DOWN, AgentEvent.CAME): (AgentPhase.RENDEZVOUS, ()),
+    (AgentPhase.STOOD_DOWN, AgentEvent.ENDED_ELSEWHERE): (AgentPhase.OVER, ()),
     (AgentPhase.RUNNING, AgentEvent.CHANGE): (AgentPhase.RESIZING, ()),
     (AgentPhase.RUNNING, AgentEvent.NO_CHANGE): (AgentPhase.RUNNING, ()),
     (AgentPhase.RESIZING, AgentEvent.CHANGE): (AgentPhase.RESIZING, ()),

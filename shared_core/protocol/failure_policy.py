@@ -94,6 +94,7 @@ class ResponsePlan:
         delays_s: seconds to wait before the replacement of each is started.
         stay: ranks that continue with fewer workers.
         reason: why the job ends, or all workers start again.
+        planned: how many left as planned: they cost no replacement.
         first: the death to show to the user when the job ends.
     """
 
@@ -102,6 +103,7 @@ class ResponsePlan:
     stay: tuple[int, ...] = ()
     reason: str = ""
     first: Death | None = None
+    planned: int = 0
 
     @property
     def waits_for_generation(self) -> bool:
@@ -149,8 +151,12 @@ class FailureBook:
         """
         reason = "on_failure is restart" if restarts else _ALL_FAILED if everyone else ""
         ending: tuple[str, Death] | None = None
-        delays = []
-        for number, death in enumerate(deaths):
+        delays, number = [], -1
+        for death in deaths:
+            if death.kind is CauseKind.PLANNED:
+                delays.append(0.0)
+                continue
+            number += 1
             self._history.append(death)
             streak = self._streaks[death.rank]
             if streak and death.boundaries > streak[-1].boundaries:
@@ -161,7 +167,11 @@ class FailureBook:
         if ending is not None:
             return ResponsePlan("end", reason=ending[0], first=ending[1])
         return ResponsePlan(
-            "restart" if reason else "shrink" if stay else "replace", tuple(delays), tuple(stay), reason
+            "restart" if reason else "shrink" if stay else "replace",
+            tuple(delays),
+            tuple(stay),
+            reason,
+            planned=len(deaths) - 1 - number,
         )
 
     def _ending(self, death: Death, streak: list[Death], left: int) -> tuple[str, Death] | None:
@@ -187,7 +197,7 @@ class FailureBook:
 
     def charge(self, plan: ResponsePlan) -> None:
         """Take the replacements of a plan that is carried out from the budget; a restart of all counts once."""
-        self.budget -= {"end": 0, "restart": 1}.get(plan.response, len(plan.delays_s))
+        self.budget -= {"end": 0, "restart": 1}.get(plan.response, len(plan.delays_s) - plan.planned)
 
     def take(self) -> bool:
         """Take a replacement for a restart of all; False if there is none left."""

@@ -83,6 +83,8 @@ class CauseKind(Enum):
     DIVERGENT = "divergent"
     #: Its machine failed.
     MACHINE = "machine"
+    #: It left as planned, at a step boundary.
+    PLANNED = "planned"
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,11 @@ class Entry:
         """Ranks whose workers failed just now."""
         return tuple(cause.who for cause in self.causes)
 
+    @property
+    def planned(self) -> bool:
+        """Whether all of them left as planned."""
+        return bool(self.causes) and all(cause.kind is CauseKind.PLANNED for cause in self.causes)
+
     def divergent(self, rank: int) -> bool:
         """Whether the rank's worker was replaced because its state was damaged."""
         return any(cause.who == rank and cause.kind is CauseKind.DIVERGENT for cause in self.causes)
@@ -155,6 +162,7 @@ class Entry:
         fields |= {
             "incarnations": list(self.incarnations),
             "failed": list(self.failed),
+            **({"planned": True} if self.planned else {}),
             "cause": {str(cause.who): cause.text for cause in self.causes},
             "detected": self.detected,
         }
@@ -227,7 +235,7 @@ class _StoredGeneration(TypedDict):
     size: Count
     replaced: list[tuple[Count, Count]]
     absent: list[Count] | None
-    causes: list[tuple[Literal["died", "divergent", "machine"], str, Count]]
+    causes: list[tuple[Literal["died", "divergent", "machine", "planned"], str, Count]]
     detected: float
     machines: tuple[str | None, ...]
     stay: tuple[Count, ...]

@@ -10,6 +10,8 @@ WORDS = "words"
 REPORTS = "reports"
 #: Store queues in which workers say that their state is damaged, one for each machine's place.
 DAMAGED = "damaged"
+#: Store queues in which agents tell each other who is to leave, one for each machine's place.
+LEAVES = "leaves"
 #: Name of a file in the job's folder, and of a key in the attempt's store: they tell rank 0 that the job ends.
 ENDING = "ending"
 #: Key that rank 0 sets when the last checkpoint is committed, or cannot be.

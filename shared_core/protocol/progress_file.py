@@ -6,9 +6,11 @@ import math
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared_core.protocol.stragglers import PARTS, STEPS, Steps
 from shared_core.resources import map_file
 
 #: Layout of a progress file: step boundaries passed, 1 inside a wait for a collective, time of the last change in
@@ -20,9 +22,13 @@ PACE = struct.Struct("<QddQ")
 #: training loss, 0 before there is one. A replacement leaves what it does not know yet as it is.
 END = struct.Struct("<Q")
 LOSS = struct.Struct("<Qd")
+#: What follows: for each of the last steps the step boundary that ends it, and the seconds in each part of it. The
+#: place of a step is its number modulo theirs.
+STEP = struct.Struct(f"<Q{len(PARTS)}f")
 _END = PROGRESS.size + PACE.size
 _LOSS = _END + END.size
-PROGRESS_BYTES = 128
+_STEPS = _LOSS + LOSS.size
+PROGRESS_BYTES = _STEPS + STEPS * STEP.size
 #: The pace of a worker is that of its last batches, over one to two times so many seconds.
 PACE_S = 10.0
 
@@ -91,6 +97,10 @@ class ProgressFile:
         """The training loss of the newest batch."""
         LOSS.pack_into(self._map, _LOSS, 1, loss)
 
+    def step(self, number: int, parts: Sequence[float]) -> None:
+        """A step is over, at this step boundary; ``parts``: seconds in each of :data:`PARTS`."""
+        STEP.pack_into(self._map, _STEPS + number % STEPS * STEP.size, number, *parts)
+
     def waiting(self, inside: bool) -> None:
         """Entering (True) or leaving (False) a wait for a collective."""
         self._write(int(inside))
@@ -128,3 +138,14 @@ def read_pace(path: str | os.PathLike[str]) -> Pace | None:
     (expected,), (told, loss) = END.unpack_from(raw, _END), LOSS.unpack_from(raw, _LOSS)
     known = loss if told and math.isfinite(loss) else None
     return Pace(boundaries, bool(flag), changed, since_boundaries, since, newest, log_bytes, expected, known)
+
+
+def read_steps(path: str | os.PathLike[str]) -> Steps:
+    """The last steps; none where nothing was written, or the file is damaged."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(PROGRESS_BYTES)[_STEPS:]
+    except OSError:
+        return {}
+    rows = list(STEP.iter_unpack(raw)) if len(raw) == STEPS * STEP.size else []
+    return {row[0]: row[1:] for row in rows if row[0] and all(math.isfinite(each) and each >= 0 for each in row[1:])}

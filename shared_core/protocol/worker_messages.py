@@ -1,4 +1,4 @@
-"""Messages of workers to the agent of their machine: typed records in the job's store.
+"""Messages of workers to the agent of their machine, and of agents to each other: typed records in the job's store.
 
 The script's options of checkpoints are not among them: these come over the agent's own socket only, whose other end the
 kernel tells.
@@ -11,6 +11,7 @@ from typing import Any
 
 from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Count, decode
+from shared_core.protocol.leaving import Leave
 from shared_core.protocol.preparing import Prepared
 
 
@@ -94,6 +95,7 @@ SHAPES: dict[str, Any] = {
     "divergent": list[Count],
     "prepared": Prepared,
     "damaged": Damaged,
+    "leaves": Leave,
 }
 _WORDS = ("fail", "restart")
 

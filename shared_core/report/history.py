@@ -211,7 +211,7 @@ def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int
     ends = [
         (float(each.fields.get("detected", each.time)), whole(each.fields, "boundaries"))
         for each in events
-        if each.kind == "failed"
+        if each.kind in ("failed", "drained")
     ] + [(each.time, None) for each in events if each.kind in ("restart", "resize")]
     ends.sort(key=lambda end: end[0])
     seconds, steps = 0.0, 0

@@ -103,7 +103,7 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             note = "all workers start again" if event.kind == "restart" else "the number of workers changes"
             stay = said["workers"] if is_count(said.get("workers")) else len(ranks)
             yield from (_Change(at, each, Doing.STARTING if each < stay else None, note) for each in ranks)
-        elif event.kind == "failed":
+        elif event.kind in ("failed", "drained"):
             yield _Change(float(said.get("detected", at)), rank, Doing.FAILED, str(said.get("cause", "")))
         elif event.kind == "replacement_start":
             yield _Change(at, rank, Doing.STARTING, "replacement")

@@ -55,7 +55,7 @@ def savings(found: History, every: int | None = None) -> Savings:
     two checkpoints, in the place of those that the run has made.
     """
     start_s, how = _restart_s(found)
-    in_place = [one for one in outages(found.answers) if one[-1].recovery.answer in ("replace", "reroute")]
+    in_place = [one for one in outages(found.answers) if one[-1].recovery.answer in ("replace", "drain", "reroute")]
     each = tuple(_saving(found, one, start_s, every) for one in in_place)
     return Savings(each, _assumptions(found, start_s, how, every) if each else ())
 

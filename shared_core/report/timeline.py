@@ -67,7 +67,8 @@ class Recovery:
         boundary: step boundary the replacement started from; ``None`` if it was not said.
         resolution: how differing survivors were brought to the same state, in words.
         superseded_by: number of the generation that took over because another worker failed meanwhile.
-        answer: ``replace``, ``reroute``, ``restart``, or ``4 to 3`` where the number of workers changed.
+        answer: ``replace``, ``drain`` where workers left as planned, ``reroute``, ``restart``, or ``4 to 3`` where the
+            number of workers changed.
     """
 
     generation: int
@@ -159,12 +160,14 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
             # What it says counts from the decision to start again.
             stall_s = all_end.stall_s.get(event.rank, 0.0)
             all_end.stall_s[event.rank] = max(stall_s, event.time - all_end.detected)
-        elif event.kind in ("failed", "fault"):
+        elif event.kind in ("failed", "drained", "fault"):
             unplaced.add(attempt, event)
         elif event.kind == "generation" and (event.fields.get("failed") or not event.fields.get("stay")):
             recovery = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
             for rank in event.fields.get("failed", []):
                 recovery.failures.append(unplaced.take(attempt, int(rank)))
+            if event.fields.get("planned") is True:
+                recovery.answer = "drain"
             if "absent" in event.fields:
                 recovery.answer = "reroute"
             _date(recovery)
@@ -303,6 +306,7 @@ def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
 
 _COLORS = {
     "failed": 31,
+    "drained": 33,
     "fault": 31,
     "restart": 31,
     "resize": 33,
@@ -392,6 +396,7 @@ def _joined(said: dict[str, Any]) -> str:
 
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "failed": _failed,
+    "drained": _failed,
     "generation": _generation,
     "survivor_ready": _ready,
     "replacement_ready": _joined,

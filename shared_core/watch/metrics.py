@@ -87,6 +87,8 @@ def metrics_of(view: JobView) -> Iterator[Metric]:
     yield gauge("swift_step", "Batches begun by the worker of this machine that is furthest.", view.step)
     yield gauge("swift_steps_per_second", "Median of the workers of this machine.", view.steps_per_s)
     yield by(GaugeMetricFamily, "swift_worker_step", "Batches begun, by rank of this machine.", "rank", steps)
+    slow = {str(one.rank): 1.0 for one in view.workers if one.slow}
+    yield by(GaugeMetricFamily, "swift_worker_slow", "1 for each rank that is slow.", "rank", slow)
     failures = {kind: float(count) for kind, count in view.failures_by_kind.items()}
     yield by(CounterMetricFamily, "swift_failures", "Workers that failed, by cause.", "cause", failures)
     answers = {answer: float(count) for answer, count in view.recoveries.items()}

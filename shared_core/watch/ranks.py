@@ -12,8 +12,8 @@ from shared_core.events import Event
 
 class RankPhase(StrEnum):
     """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a replacement;
-    ``joining``: it is the replacement; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs
-    on another machine, and what it does is not seen here.
+    ``drained``: it left as planned; ``joining``: it is the replacement; ``gone``: it ended, and its launcher has not
+    said so; ``elsewhere``: it runs on another machine, and what it does is not seen here.
     """
 
     STARTING = "starting"
@@ -21,11 +21,15 @@ class RankPhase(StrEnum):
     WAITING = "waiting"
     STALLED = "stalled"
     FAILED = "failed"
+    DRAINED = "drained"
     JOINING = "joining"
     STOPPED = "stopped"
     GONE = "gone"
     ELSEWHERE = "elsewhere"
     DONE = "done"
+
+
+_AWAY = (RankPhase.FAILED, RankPhase.DRAINED)
 
 
 @dataclass
@@ -35,6 +39,7 @@ class HeldRank:
     Attributes:
         pid: of its worker; None where nobody holds the rank.
         agent: pid of that machine's launcher; 0 if it was not said.
+        slow: in words, what was said of a slow worker; empty of others.
     """
 
     phase: RankPhase
@@ -42,6 +47,7 @@ class HeldRank:
     host: str = ""
     agent: int = 0
     failures: int = 0
+    slow: str = ""
 
 
 class Ranks:
@@ -72,10 +78,15 @@ class Ranks:
             return
         elif event.kind == "failed":
             one.phase, one.pid, one.failures = RankPhase.FAILED, None, one.failures + 1
+        elif event.kind == "drained":
+            one.phase, one.pid = RankPhase.DRAINED, None
+        elif event.kind == "straggler":
+            one.slow = f"{_times(said.get('factor'))} in {_word(said.get('part'))}"
         elif event.kind == "replacement_start":
+            one.slow = ""
             one.phase, one.pid = RankPhase.JOINING, _pid(said.get("pid"))
             one.host, one.agent = _word(said.get("host")), _pid(said.get("agent")) or one.agent
-        elif event.kind in ("replacement_ready", "recovered", "resumed") and one.phase is not RankPhase.FAILED:
+        elif event.kind in ("replacement_ready", "recovered", "resumed") and one.phase not in _AWAY:
             one.phase = RankPhase.TRAINING
 
     def _start(self, said: dict[str, Any]) -> None:
@@ -119,7 +130,7 @@ class SeenFailures:
     def take(self, event: Event) -> None:
         """The next event."""
         said, rank = event.fields, event.rank
-        if event.kind == "failed":
+        if event.kind in ("failed", "drained"):
             self._close(rank, event.time)
             cause = str(said.get("cause", ""))
             detected, words = float(said.get("detected", event.time)), _word(said.get("last_words"))
@@ -160,6 +171,10 @@ def _pids(said: dict[str, Any]) -> dict[int, int | None]:
 
 def _pid(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
+
+
+def _times(value: Any) -> str:
+    return f"{value:.1f} times" if type(value) is float else "slow"
 
 
 def _word(value: Any) -> str:

@@ -53,10 +53,15 @@ def facts(view: JobView) -> list[tuple[str, str]]:
         *([("goodput", f"{view.goodput:.1%}")] if view.goodput is not None else []),
         ("failures", f"{failed} ({causes})" if failed else "0"),
         ("stalls", stall + (f"; now for {in_seconds(view.stalled_s)}" if view.stalled_s else "")),
+        *([("slow", slow)] if (slow := _slow(view)) else []),
         ("checkpoint", checkpoint(view)),
         ("message logs", f"{in_bytes(view.log_bytes)} in memory, {in_bytes(view.disk_bytes)} on disk"),
     ]
     return found if view.host else [pair for pair in found if pair[0] not in ("step", "message logs")]
+
+
+def _slow(view: JobView) -> str:
+    return "; ".join(f"rank {one.rank}, {visible(one.slow)}" for one in view.workers if one.slow)
 
 
 def _progress(view: JobView) -> str:

@@ -21,7 +21,10 @@ WAITS_S = 2.0
 MOST_FAILURES, MOST_SPANS, MOST_WARNINGS = 200, 600, 5
 #: Most checkpoints among the bars.
 MOST_MARKS = 100
+#: Kind of the cause of a worker that has left as planned, and so has not failed.
+DRAINED = "drained"
 _CAUSES = (
+    (r"^drained|^machine .* leaves", DRAINED),
     (r"\(at .*\)$", "exception"),
     (r"^killed by (SIG\w+)", r"\1"),
     (r"^exited with code", "exit"),
@@ -66,6 +69,7 @@ class WorkerView:
         step: batches begun.
         cores: of the processor in use; None if unknown.
         memory_bytes: that its process holds; None if unknown.
+        slow: how many times as long as the others it computes, and in which part of a step; empty where it is not slow.
     """
 
     rank: int
@@ -79,17 +83,18 @@ class WorkerView:
     failures: int = 0
     cores: float | None = None
     memory_bytes: int | None = None
+    slow: str = ""
 
 
 @dataclass(frozen=True)
 class FailureView:
-    """A worker that failed.
+    """A worker that failed, or left as planned.
 
     Attributes:
         time: when that was noticed, in seconds since the epoch.
         cause: in words.
-        kind: of the cause, one of few words: a signal's name, ``exit``, ``exception``, ``machine``, ``stopped``,
-            ``no progress``, ``corruption``, ``other``.
+        kind: of the cause, one of few words: ``drained`` where the worker left as planned, a signal's name, ``exit``,
+            ``exception``, ``machine``, ``stopped``, ``no progress``, ``corruption``, ``other``.
         pid: of the failed worker; None if it was not said.
         replacement: pid of the worker that took its place; None if there is none yet.
         back_s: seconds until the replacement had joined; None if it has not.
@@ -236,7 +241,7 @@ def view_of(events: Sequence[Event], live: Live) -> JobView:
     mine = [one for one in workers if one.here]
     paces = [one.steps_per_s for one in mine if one.steps_per_s is not None]
     over = [one for one in found if one.complete]
-    kinds = [one.kind for one in failed]
+    kinds = [one.kind for one in failed if one.kind != DRAINED]
     answers = ["resize" if " to " in one.answer else one.answer for one in over]
     warnings = [(event.time, str(event.fields.get("message", ""))) for event in events if event.kind == "warning"]
     ended = end.time if end is not None else events[-1].time if state == "gone" and events else None
@@ -309,6 +314,7 @@ def _worker(rank: int, held: HeldRank, live: Live, ended: bool) -> WorkerView:
         failures=held.failures,
         cores=used[0],
         memory_bytes=used[1],
+        slow=held.slow,
     )
 
 
@@ -322,7 +328,8 @@ def _phase(held: HeldRank, here: bool, pace: Pace | None, live: Live, ended: boo
         return RankPhase.ELSEWHERE if held.phase is RankPhase.STARTING else held.phase
     process = live.states.get(held.pid) if held.pid is not None else None
     if held.pid is None:
-        return RankPhase.FAILED if live.alive else RankPhase.GONE
+        away = RankPhase.DRAINED if held.phase is RankPhase.DRAINED else RankPhase.FAILED
+        return away if live.alive else RankPhase.GONE
     if process is None or process == "Z":
         return RankPhase.GONE
     if process == "T":
@@ -395,13 +402,14 @@ def _spans(
     for one in failures.all[-MOST_FAILURES:]:
         over = next((when for when in (one.joined, one.closed, ended) if when is not None), None)
         started = over if one.started is None else one.started
-        spans.append(ViewSpan(one.rank, "failed", one.detected, started, f"failed: {one.cause}"))
+        what = one.cause if kind_of(one.cause) == DRAINED else f"failed: {one.cause}"
+        spans.append(ViewSpan(one.rank, "failed", one.detected, started, what))
         if one.started is not None:
             spans.append(ViewSpan(one.rank, "joining", one.started, over, f"pid {one.replacement} takes the place"))
     for each in reversed(found):
         if len(spans) > MOST_SPANS:
             break
-        what = "stalled" if each.answer in ("replace", "reroute") else "restart"
+        what = "stalled" if each.answer in ("replace", "drain", "reroute") else "restart"
         stalls = each.stall_s if what == "stalled" else dict.fromkeys(ranks, each.longest_stall_s or 0.0)
         if each.complete:
             spans += [

@@ -35,11 +35,13 @@ from shared_core.worker.mirror import Mirror
 from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.leaving import PlannedLeave
 from shared_core.worker.program.notes import Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.publishing import Checkpointing, Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
+from shared_core.worker.program.step_clock import DATA, UPDATE, StepClock
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.context import Context, Lifecycle
@@ -80,6 +82,8 @@ class WorkerRuntime:
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
         self._context = context
+        progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
+        clock = self.clock = StepClock(runtime, progress)
         # What is trained, and what only this rank has.
         parts = self.parts = StateParts(Variables(env.rank, lambda: position.origin, self._cannot_put_back))
         compiled = Compiled(lambda: position.origin, fatal_actions.fall_back)
@@ -87,6 +91,7 @@ class WorkerRuntime:
         unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
         updates = self.updates = Updates(
             config.state.preimages,
+            before=lambda: clock.enter(UPDATE),
             after=self._updated,
             fence=lambda: self.start.checkpoints.fence(),
             stable=lambda: runtime.stable,
@@ -104,12 +109,12 @@ class WorkerRuntime:
             forward_recorder,
             Overlapped(updates.steps, buckets.layout, position),
             lambda reason: self._cannot_put_back(reason, position.origin),
+            clock,
         )
         # Recovery.
         donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
         recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, relay)
-        progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
         self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
         commits = Commits(
@@ -134,15 +139,24 @@ class WorkerRuntime:
         state = BoundaryState(runtime, parts, trained)
         publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
+        self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
         self.boundaries = StepBoundaries(
-            position, trained, runtime, progress, reporter, publishing, self.joining, state_check, config.resizes
+            position,
+            trained,
+            runtime,
+            reporter,
+            publishing,
+            self.joining,
+            PlannedLeave(env.rank_dir, publisher, self.own_standby, self.joining),
+            clock,
+            state_check,
+            config.resizes,
         )
         fall_back = fatal_actions.fall_back
         self.entries = Entries(
             start, position, runtime, publisher, parts, reporter, publishing, self.joining, fall_back
         )
         self.saves = Saves(env, updates, self.notes, parts, fall_back)
-        self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
 
     def begin_again(self, env: WorkerEnv) -> None:
         """In a forked copy of the process: be the hot standby that ``env`` describes.
@@ -170,6 +184,7 @@ class WorkerRuntime:
             self._spare.then(self.wait_watchdog.watch)
 
     def _updated(self) -> None:
+        self.clock.enter(DATA)
         self.reporter.updated()
         self.unmarked.updated()
 
@@ -242,6 +257,7 @@ class _Relay:
         return self._worker.buckets.input_of(bucket)
 
     def bucket_handed_over(self, op: Op) -> None:
+        self._worker.clock.handed_over()
         self._worker.buckets.handed_over()
         self._worker.state_check.bucket(op)
         self._worker.trained.bucket_handed_over(op)

@@ -50,6 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script takes before it trains")
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise, draw")
+    parser.add_argument("--own", action="store_true", help="registers what is another value in each process")
     args = parser.parse_args()
     report = Report()
     job = begin()
@@ -85,6 +86,8 @@ def main() -> None:
         job.attach([ddp], [optimizer])
         job.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
         job.register("loop", lambda: dict(loop), loop.update)
+        if args.own:
+            job.register("own", os.getpid, lambda _: None)
     while loop["step"] < args.steps:
         if job is not None:
             job.step_boundary()

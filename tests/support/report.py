@@ -28,6 +28,8 @@ OUT = "SWIFT_TEST_OUT"
 #: been said before that they failed; as JSON.
 AWAIT = "SWIFT_TEST_AWAIT"
 _AWAIT_S = 60.0
+#: Number of a forward pass of a rank's first worker, as ``RANK:NUMBER`` -> whom it has leave there; as JSON.
+DRAIN = "SWIFT_TEST_DRAIN"
 #: Seconds that the script's start takes.
 STARTUP = "SWIFT_TEST_STARTUP"
 
@@ -69,6 +71,7 @@ class Report(io.IOBase):
         self.out = Path(out if out is not None else os.environ[OUT])
         self.counts: Counter[str] = Counter()
         self._awaited: dict[str, tuple[int, int]] = json.loads(os.environ.get(AWAIT, "{}"))
+        self._drained: dict[str, str] = json.loads(os.environ.get(DRAIN, "{}"))
         self.who = {
             "rank": int(os.environ["RANK"]),
             "pid": os.getpid(),
@@ -90,6 +93,11 @@ class Report(io.IOBase):
         events = os.environ.get("SWIFT_RECOVERY_EVENTS")
         if events and (awaited := self._awaited.get(str(self.counts.total()))):
             _wait_prepared(events, *awaited)
+        who = self._drained.get(f"{self.who['rank']}:{self.counts.total()}")
+        if events and who is not None and not self.who["incarnation"]:
+            from shared_core.cli.swiftctl import main
+
+            main(["drain", who, os.environ["SWIFT_RECOVERY_RUN"]])
 
     def finish(self, digests: Mapping[str, str], **extra: Any) -> None:
         """Write the final report, whole or not at all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,9 +13,13 @@ class ComputeLock:
 
     A helper thread that takes it may use the global generators and compute: the program continues afterwards as if it
     had waited longer.
+
+    Attributes:
+        waited_s: how long the program has waited in all.
     """
 
     def __init__(self) -> None:
+        self.waited_s = 0.0
         self._lock = threading.Lock()
         self._program: int | None = None
 
@@ -31,10 +36,12 @@ class ComputeLock:
             yield
             return
         self._lock.release()
+        began = time.perf_counter()
         try:
             yield
         finally:
             self._lock.acquire()
+            self.waited_s += time.perf_counter() - began
 
     @contextmanager
     def taken(self) -> Iterator[None]:

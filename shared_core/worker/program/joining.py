@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from shared_core.encoding.plain import dumps
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
@@ -47,6 +52,34 @@ class Joining:
             return False
         self._join()
         return True
+
+    def here(self, kind: str, began: float) -> None:
+        """This is a copy of the worker that has left, at the step boundary where that did so: it has all of the state,
+        and joins. ``began``: ``time.time()``. The process exits if the place is another one, or a fork has changed what
+        was published: another replacement follows.
+        """
+        start_point, position = self._start.start_point, self._position
+        if not start_point.is_here(kind, position.entry):
+            os._exit(EXIT_STALE)
+        self._trained.updates.stay()
+        place, received = start_point.reach(position.entry, self._trained.replicas)
+        if received is None or place.boundary.index != position.boundaries or self._changed(place.parts):
+            os._exit(EXIT_STALE)
+        self._trained.updates.load(place.boundary.version, place.description, place.tensors, owned=True)
+        self._start.checkpoints.joined(place.boundary, saved=False)
+        start_point.joined()
+        inject.set_step(position.boundaries)
+        self._reporter.began(place.boundary.index, start_point.reached(place))
+        self._reporter.joined(received, joined_s=time.time() - began)
+
+    def _changed(self, published: Mapping[str, Any]) -> bool:
+        """Whether this copy has other rank-local state than was published. What holds a clock changes by itself, from
+        one look to the next.
+        """
+        once, again = self._state.capture(None), self._state.capture(None)
+        return any(
+            dumps(once[name]) == dumps(again[name]) != dumps(published[name]) for name in once.keys() & published.keys()
+        )
 
     def _join(self) -> None:
         inject.point("join")

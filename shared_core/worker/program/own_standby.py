@@ -8,6 +8,7 @@ start runs once, in rank 0 too.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -65,6 +66,27 @@ class OwnStandby:
             generation = self._wait()
         if generation is not None:
             self._start.start_point.take_place(generation)
+
+    def may_leave(self) -> bool:
+        """Whether a copy of this worker can continue where it is, at a step boundary."""
+        config, why = self._options.env.config, ""
+        if config.checkpoint.dir is not None or config.resizes:
+            why = "it makes checkpoints, or the number of workers may change"
+        elif process.children():
+            why = "it has processes of its own"
+        if why := why or why_not(config, self._look(time.time() - process.begun(), os.getppid())):
+            self._tell(f"a worker that leaves makes no copy of itself: {why}")
+        return not why
+
+    def copy(self) -> bool:
+        """Fork this worker; True in the copy, once it is the replacement and knows its generation."""
+        drawn = random.getstate()
+        if not self._fork(os.getppid()):
+            return False
+        random.setstate(drawn)  # Python seeds it anew in each fork
+        generation = self._wait()  # the start point after it is another one
+        self._start.start_point.take_place(generation)
+        return True
 
     def _look(self, startup_s: float, agent: int) -> Forkable:
         env, environ = self._options.env, os.environ

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from shared_core.faults import inject
-from shared_core.protocol import progress_file
 from shared_core.worker.comm import Runtime
 from shared_core.worker.integrity.state_check import StateCheck
 from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.leaving import PlannedLeave
 from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.step_clock import StepClock
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.state.local_state import BoundaryPosition
@@ -26,16 +27,17 @@ class StepBoundaries:
         position: BoundaryPosition,
         trained: Trained,
         runtime: Runtime,
-        progress: progress_file.ProgressFile,
         reporter: RecoveryReporter,
         publishing: Publishing,
         joining: Joining,
+        leave: PlannedLeave,
+        clock: StepClock,
         state_check: StateCheck,
         resizes: bool,
     ) -> None:
         self._position, self._trained, self._runtime, self._resizes = position, trained, runtime, resizes
-        self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
-        self._state_check = state_check
+        self._progress, self._reporter, self._publishing, self._joining = clock.progress, reporter, publishing, joining
+        self._leave, self._clock, self._state_check = leave, clock, state_check
         self._deferred = 0
         self._loss: torch.Tensor | float | None = None
 
@@ -76,6 +78,7 @@ class StepBoundaries:
         self._trained.meet()
         self._state_check.before_boundary(bool(grads))
         self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
+        self._leave.at_boundary("batch")
         return False
 
     def evaluation(self) -> bool:
@@ -85,6 +88,7 @@ class StepBoundaries:
             return True
         self._pass(None)
         self._publishing.at_boundary("eval")
+        self._leave.at_boundary("eval")
         return False
 
     def _pass(self, epoch: int | None) -> None:
@@ -93,6 +97,7 @@ class StepBoundaries:
             if not isinstance(loss, torch.Tensor) or (loss.is_cpu and loss.numel() == 1):
                 self._progress.loss(float(loss))
         self._position.boundaries += 1
+        self._clock.boundary(self._position.boundaries)
         self._runtime.place.step(epoch)
         self._progress.boundary(self._position.boundaries, self._runtime.groups.log_bytes())
         self._reporter.passed()

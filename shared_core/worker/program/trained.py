@@ -23,6 +23,7 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.integrity import flips, support
+from shared_core.worker.program.step_clock import BACKWARD, DATA, FORWARD, StepClock
 from shared_core.worker.sharded.own import Owner, OwnState
 from shared_core.worker.sharded.shard import SHARD, TrainedShard
 from shared_core.worker.sharded.support import refuse, sharded_modules
@@ -74,7 +75,9 @@ class Trained:
         forward_recorder: ForwardRecorder,
         overlapped: Overlapped,
         refuse: Callable[[str], None],
+        clock: StepClock,
     ) -> None:
+        self._clock = clock
         self._config, self._runtime, self.updates, self._parts = config, runtime, updates, parts
         self._buckets, self._forward_recorder, self._overlapped = buckets, forward_recorder, overlapped
         self._refuse = refuse
@@ -111,6 +114,8 @@ class Trained:
             handle.remove()
         hooks = ForwardHook(self._forward_recorder.after_forward), ForwardHook(self._forward_done)
         self._handles = [ddp.register_forward_hook(hook) for hook in hooks for ddp in self._buckets.modules]
+        begins = ForwardHook(self._forward_begins)
+        self._handles += [ddp.register_forward_pre_hook(begins) for ddp in self._buckets.modules]
         self._overlaps = self._config.state.overlapped_update and bool(optimizers) and self._runtime.world_size > 1
         if self._overlaps:
             check(self._buckets.modules, optimizers)
@@ -154,7 +159,12 @@ class Trained:
             self._handles.append(modules[0].register_forward_hook(_inject))
 
     @out_of_graphs
+    def _forward_begins(self, *_: object) -> None:
+        self._clock.enter(FORWARD)
+
+    @out_of_graphs
     def _forward_done(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
+        self._clock.enter(BACKWARD if torch.is_grad_enabled() else DATA)
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._buckets.forward_done(ddp)
 

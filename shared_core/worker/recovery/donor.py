@@ -50,6 +50,10 @@ class Donor:
         with self._updates.given.frozen(min_version, timeout_s, boundary) as exported:
             yield exported
 
+    def stays_with(self, version: int) -> bool:
+        """Whether this replacement is a copy of the worker that left, and has the state of this version itself."""
+        return self._updates.stays_with(version)
+
     def places(self, count: int) -> list[torch.Tensor]:
         """A replacement's parameters, detached views that alias them, into which those of its donor are received: it
         has no state of its own yet. Empty if the donor has another number of them.

@@ -95,7 +95,8 @@ class Giving:
         at = inner.members.index
         head, _ = receive(inner, at(donor))
         description, described = head["description"], head["layout"]
-        if self._copies.in_place(head["copied"], description["states"]):
+        here = self._donor.stays_with(description["version"])
+        if here or self._copies.in_place(head["copied"], description["states"]):
             for rank in (*others, donor):
                 send(inner, at(rank), {"digest": 0, "spans": []}, [])
             return description | {"here": True}, []

@@ -47,11 +47,12 @@ class UpdateSteps:
         images: UpdateImages,
         outside: ExternalMutation,
         followers: Followers,
+        before: Callable[[], None],
         after: Callable[[], None],
         fence: Callable[[], None],
     ) -> None:
         self._gate, self._count, self._images, self._outside = gate, count, images, outside
-        self._followers, self._after_each, self._fence = followers, after, fence
+        self._followers, self._before_each, self._after_each, self._fence = followers, before, after, fence
         self.in_batch = 0
         self._begun = self._own = False
         self._parts: Parts | None = None
@@ -186,6 +187,7 @@ class UpdateSteps:
         self._outside.see(pieces=True)
         self._fence()
         self._gate.begin()
+        self._before_each()
         self.in_batch += 1
 
     def _begin_step(self, optimizer: Optimizer) -> None:

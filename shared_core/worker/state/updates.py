@@ -38,6 +38,7 @@ class Updates:
         self,
         preimages: str = "auto",
         *,
+        before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
         fence: Callable[[], None] = lambda: None,
         stable: Callable[[], int] = lambda: 0,
@@ -46,12 +47,15 @@ class Updates:
         self._fence = fence
         self._count = Count()
         self._undo: Undo | None = None
+        self._stays = False
         self.replicated: Replicated | None = None
         self.outside, self.followers = ExternalMutation(preimages), Followers()
         self._images = UpdateImages(preimages, self._count, stable, self.outside, shared)
         self.gate = UpdateGate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
-        self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
+        self.steps = UpdateSteps(
+            self.gate, self._count, self._images, self.outside, self.followers, before, after, fence
+        )
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -189,6 +193,16 @@ class Updates:
         """A replacement is about to join: it is no donor until :meth:`load`."""
         self.gate.install(True)
 
+    def stay(self) -> None:
+        """This process is a copy of the worker whose place it takes: it is given no state that it has, until
+        :meth:`load`.
+        """
+        self._stays = True
+
+    def stays_with(self, version: int) -> bool:
+        """Whether it has the state of this version, and is to stay with it."""
+        return self._stays and version == self._count.applied and not self._count.ahead
+
     def load(
         self,
         version: int,
@@ -205,13 +219,16 @@ class Updates:
             owned: nobody else uses the tensors, so they are not copied.
         """
         with self.gate.condition:
+            stays, self._stays = self._stays, False
             self._count.begin(version)
             if description is not None and self.replicated is not None:
                 if not description.get("here"):
                     self.replicated.load(description, tensors, owned=owned)
                 self._count.begin(version, max(0, description["version"] - version))
-                self._images.load(self.replicated, description, tensors, owned)
-            self._images.begin(version)
+                if not stays:
+                    self._images.load(self.replicated, description, tensors, owned)
+            if not stays:
+                self._images.begin(version)
             if self._undo is not None:
                 self._undo.commit()
             self.gate.install(False)

@@ -1,0 +1,130 @@
+"""Planned leaves, as the agent of one machine carries them out: of single workers, and of all of the machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError
+from shared_core.events import console
+from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.console import host_of
+from shared_core.launcher.control_socket import ControlSocket
+from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.notice import Notice
+from shared_core.launcher.other_machines import OtherMachines
+from shared_core.launcher.workers import LiveWorker
+from shared_core.protocol.agent_phase import AgentPhase
+from shared_core.protocol.keys import LEAVES
+from shared_core.protocol.leaving import AGREED, FILE, REFUSED, Leave, chosen, refused
+
+
+class PlannedLeaves:
+    """Lets workers leave once others can take their places. ``machines``: None without other machines.
+
+    Attributes:
+        machine: why all workers of this machine leave, and the machine with them; empty while it stays.
+    """
+
+    def __init__(
+        self,
+        config: SwiftConfig,
+        attempts: Attempts,
+        machines: OtherMachines | None,
+        control: ControlSocket,
+        notice: Notice,
+        job_reporter: JobReporter,
+    ) -> None:
+        self._config, self._attempts, self._machines = config, attempts, machines
+        self._control, self._notice, self._job_reporter = control, notice, job_reporter
+        self._waiting: dict[int, tuple[LiveWorker, str]] = {}
+        self.machine = ""
+
+    def look(self) -> None:
+        """Answer who asks, and tell workers to leave whose replacements are ready. Never blocks."""
+        for target, answer in self._control.leaves():
+            try:
+                answer(AGREED, self.ask(target, "asked by swiftctl"))
+            except ConfigError as error:
+                answer(REFUSED, str(error))
+        if self._attempts.phase is not AgentPhase.RUNNING:
+            return
+        if why := self._notice.came():
+            try:
+                self._ask(self._attempts.places.machine, None, why)
+            except ConfigError as error:
+                console(f"{why}: this machine will be taken away, and nobody takes its ranks: {error}")
+        spares = self._attempts.workers.spares
+        for rank in [rank for rank in self._waiting if spares.settled(rank)]:
+            self._tell(*self._waiting.pop(rank))
+        for one in self._attempts.workers.pool.live.values() if self.machine else ():
+            self._tell(one, self.machine)
+
+    def ask(self, target: str, why: str) -> str:
+        """Have a rank, or all ranks of a host, leave. Returns what will be; raises ConfigError where it cannot be."""
+        attempts = self._attempts
+        if attempts.phase is not AgentPhase.RUNNING or attempts.now.goodbyes():
+            raise ConfigError("nobody can leave now: the job starts or ends, or the number of its workers changes")
+        machines, places = attempts.now.ledger.machines, attempts.places
+        hosts = [host_of(name) if name else "nobody" for name in machines] or [socket.gethostname()]
+        place, rank = chosen(target, hosts, len(places.workers))
+        self._ask(place, rank, why)
+        if rank is None:
+            return f"{hosts[place]} leaves: a spare machine takes its ranks at their next step boundary"
+        return f"rank {rank} leaves at its next step boundary, once its replacement is ready"
+
+    def _ask(self, place: int, rank: int | None, why: str) -> None:
+        attempts, others = self._attempts, self._machines
+        machines = attempts.now.ledger.machines
+        name = machines[place] if machines else None
+        if why_not := refused(
+            self._config,
+            rank,
+            attempts.now.ledger.present(),
+            spares=others.spares if others is not None else 0,
+            keeps_store=others is not None and others.ends_with(name),
+        ):
+            raise ConfigError(why_not)
+        if place != attempts.places.machine:
+            attempts.now.tell(place, LEAVES, Leave(why, rank))
+        else:
+            self._begin(Leave(why, rank))
+
+    def hear(self, leave: Leave) -> None:
+        """Another agent was asked for a leave of this machine's."""
+        try:
+            self._begin(leave)
+        except ConfigError as error:
+            console(f"nobody leaves: {error}")
+
+    def _begin(self, leave: Leave) -> None:
+        if leave.rank is None:
+            self.machine = self.machine or leave.why
+            console(f"this machine leaves the job at the next step boundary: {leave.why}")
+            return
+        live = self._attempts.workers.pool.live.values()
+        one = next((one for one in live if one.rank == leave.rank), None)
+        if one is None:
+            raise ConfigError(f"rank {leave.rank} has no worker now: its replacement is under way")
+        self._waiting[one.rank] = one, leave.why
+        self._attempts.workers.spares.want(one.rank)
+
+    def takes(self, dead: Sequence[tuple[LiveWorker, int]]) -> bool:
+        """Whether these deaths are part of the leave of all of this machine. When the first worker has left, the others
+        cannot come to a further step boundary without it: they are ended, and the machine's place is given away.
+        """
+        if not dead or not self.machine or self._machines is None or self._attempts.phase is not AgentPhase.RUNNING:
+            return False
+        workers = self._attempts.workers
+        workers.roster.lose(one.rank for one, _ in dead)
+        for one in workers.pool.live.values():
+            one.kill(f"drained: {self.machine}")
+        if not workers.pool.live and not workers.pool.starting:
+            self._machines.hand_over(self.machine)
+        return True
+
+    def _tell(self, one: LiveWorker, why: str) -> None:
+        """Does nothing for a worker that has failed meanwhile: its place is taken already."""
+        if one.pid in self._attempts.workers.pool.live and not one.leaves:
+            one.leave(why, self._attempts.progress_file(one.rank).with_name(FILE))
