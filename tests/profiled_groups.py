@@ -19,7 +19,7 @@ def runs(jobs: Jobs, number: int) -> tuple[int, str]:
     done = 0
     while done < number:
         now = min(EACH, number - done)
-        result = jobs.run("profiled_groups.py", nproc=WORKERS, args=[str(now)], standbys=0, timeout_s=600.0)
+        result = jobs.run("profiled_groups.py", nproc=WORKERS, args=[str(now)], timeout_s=600.0)
         if result.status or result.kinds("failed"):
             return done, result.tail()
         done += now
