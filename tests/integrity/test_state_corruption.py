@@ -15,30 +15,30 @@ from tests.support.runner import Mismatch, compare
 TRAIN = "plain_ddp.py"
 CHANGED = str(Path(__file__).parent / "scripts" / "changed.py")
 EACH = {"SWIFT_RECOVERY_STATE_VERIFY_EVERY": "1"}
-ARGS = ["--norm", "--steps", "12"]
+ARGS, SHORT = ["--norm", "--steps", "12"], ["--norm", "--steps", "7"]
 #: Before a batch, in its forward, and between backward and update.
 FLIPS = [
     Fault(1, 4, "step_boundary", "flip.parameter", bit=7001),
-    Fault(2, 6, "forward", "flip.parameter", bit=31),
-    Fault(0, 8, "step_boundary", "flip.optimizer", bit=9999),
+    Fault(2, 6, "step_boundary", "flip.optimizer", bit=9999),
+    Fault(0, 8, "forward", "flip.parameter", bit=31),
     Fault(1, 10, "update.before", "flip.parameter", incarnation=1, bit=22000),
 ]
 
 
-def test_whatever_flips_on_one_of_three_the_run_ends_as_without_it(jobs: Jobs) -> None:
-    result = jobs.check(TRAIN, nproc=3, faults=FLIPS, env=EACH, args=ARGS)
+@pytest.mark.parametrize("flips", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_whatever_flips_on_one_of_three_the_run_ends_as_without_it(flips: int, jobs: Jobs) -> None:
+    result = jobs.check(TRAIN, nproc=3, faults=FLIPS[:flips], env=EACH, args=SHORT if flips == 2 else ARGS)
     causes = [str(event.fields["cause"]) for event in result.kinds("failed")]
-    assert len(causes) == 4 and all(cause.startswith("corruption: replicas differ in ") for cause in causes), causes
+    assert len(causes) == flips and all(cause.startswith("corruption: replicas differ in ") for cause in causes), causes
     assert "parameter module.0.weight at update 3 (rank 1 against ranks 0, 2)" in causes[0], causes
-    assert "parameter module.0.weight at update 5 (rank 2 against" in causes[1], causes
-    assert "exp_avg of parameter module.0.weight" in causes[2] and "rank 0 against ranks 1, 2" in causes[2], causes
+    assert "exp_avg of parameter module.0.weight at update 5 (rank 2 against ranks 0, 1)" in causes[1], causes
 
 
 def test_without_the_option_the_run_ends_with_other_bits(jobs: Jobs) -> None:
-    result = jobs.run(TRAIN, nproc=3, faults=FLIPS[:1], args=ARGS)
+    result = jobs.run(TRAIN, nproc=3, faults=FLIPS[:1], args=SHORT)
     assert result.status == 0 and not result.kinds("failed") and len(result.struck) == 1, result.tail()
     with pytest.raises(Mismatch):
-        compare(result, jobs.reference(TRAIN, nproc=3, args=ARGS))
+        compare(result, jobs.reference(TRAIN, nproc=3, args=SHORT))
 
 
 def test_of_two_nobody_knows_who_is_right(jobs: Jobs) -> None:
@@ -50,7 +50,7 @@ def test_of_two_nobody_knows_who_is_right(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_what_may_have_spread_goes_back_to_a_compared_checkpoint(nproc: int, jobs: Jobs, tmp_path: Path) -> None:
-    """The flip is seen at update 8. Update 6 has been made with it, and before the checkpoint of step 8 it is found."""
+    """Update 7 has been made with the flip, which is found before the checkpoint of step boundary 8."""
     env = {"SWIFT_RECOVERY_STATE_VERIFY_EVERY": "4", "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "checkpoints")}
     env |= {"SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     result = jobs.run(
