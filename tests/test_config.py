@@ -23,7 +23,7 @@ def test_defaults_are_valid_and_survive_json() -> None:
 def test_an_unknown_option_names_the_closest_known_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'on_failre'; did you mean 'on_failure'\?"):
         SwiftConfig.from_dict({"on_failre": "replace"})
-    with pytest.raises(ConfigError, match="unknown option 'zzzz'; known options: on_failure, data, seed, checkpoint"):
+    with pytest.raises(ConfigError, match="unknown option 'zzzz'; known options: on_failure, data, seed, stragglers"):
         SwiftConfig.from_dict({"zzzz": 1})
 
 
