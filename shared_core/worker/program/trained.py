@@ -130,6 +130,7 @@ class Trained:
             unoptimized=unoptimized,
             parts=self._overlaps,
             summed=summed if alike and not divided and not self._overlaps else (),
+            refuse=lambda reason: self._refuse(f"rank {self._runtime.rank}: {reason}"),
         )
         self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)

@@ -202,7 +202,8 @@ class Graft:
                 self._here[new] = self._find_function(parts[0], parts[3], old, path)
                 return
         if kind == "method":
-            found = self._find(parts[0], MISSING, path)
+            known = same and name_of(old.__func__) == parts[0]  # a decorator may have made it of another of its name
+            found = old.__func__ if known else self._find(parts[0], MISSING, path)
             if found is not MISSING and not callable(found):
                 self._differ(path, short(parts[0]), found)
                 found = MISSING

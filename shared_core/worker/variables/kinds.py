@@ -388,6 +388,12 @@ def is_loaded_apart(thing: Any) -> bool:
     return sys.modules.get(thing.__name__) is not thing and not of_libraries(file)
 
 
+@functools.cache
+def of_every_optimizer() -> frozenset[str]:
+    """Attributes of optimizers that others put back."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+
+
 def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """What a script has added to a tensor. Those of libraries begin with ``_``, or with ``ds_``, as DeepSpeed's do."""
     own = tensor.__dict__

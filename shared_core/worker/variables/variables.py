@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +25,7 @@ from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import attributes_of_tensor, is_of_library, kind_of
+from shared_core.worker.variables.kinds import attributes_of_tensor, is_of_library, kind_of, of_every_optimizer
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, let_go, script_frames
 from shared_core.worker.variables.settings import ProcessSettings
 from shared_core.worker.variables.writer import (
@@ -112,12 +111,6 @@ def _fill(graft: Graft, todo: Iterable[_Change]) -> None:
             changes.setdefault(scope.name, (scope, {}))[1][name] = value
     for scope, values in changes.values():
         scope.put(values)
-
-
-@cache
-def _of_every_optimizer() -> frozenset[str]:
-    """Attributes that others put back."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 
 
 def _elsewhere(rank: int | None, name: str, where: str) -> str:
@@ -267,7 +260,7 @@ class Variables:
             self._parts[f"optimizer {number}"] = optimizer
             if not is_of_library(type(optimizer)):
                 self._attached.append(f"optimizer {number}")
-                self.tell(f"optimizer {number}", optimizer, _of_every_optimizer())
+                self.tell(f"optimizer {number}", optimizer, of_every_optimizer())
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
         self._tensors = [(name, each) for name, each in self._parts.items() if type(each) in _PLAIN_TENSORS]
