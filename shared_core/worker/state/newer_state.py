@@ -1,4 +1,4 @@
-"""Optimizer state that is newer than the program: a replacement has that of the update which it is about to leave out."""
+"""Optimizer state that is newer than the program: a replacement's has the update in it that is about to be left out."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OF_SCHEDULERS = frozenset({"step", "_opt_called"})
 
 
 class NewerState(defaultdict[Any, Any]):
-    """Takes the place of ``optimizer.state`` meanwhile. A script that reads it would read what the failed worker did not
-    have: then ``refuse`` is called. Others may, as they know that it is newer.
+    """Takes the place of ``optimizer.state`` meanwhile. A script that looks at it would see what the failed worker did
+    not have: then ``refuse`` is called. Others may, as they know that it is newer.
 
     Attributes:
         plain: the dictionary whose place it takes.

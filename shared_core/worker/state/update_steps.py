@@ -255,8 +255,8 @@ class UpdateSteps:
         self.hide_newer_state()
 
     def waits(self) -> None:
-        """Others are waited for. In the step of an optimizer of the script they may be away until there is a replacement:
-        it is given the state of its step boundary, as this one has half an update. Any thread.
+        """Others are waited for. In the step of an optimizer of the script that may be until there is a replacement: it
+        is given the state of its step boundary, as half an update is here. Any thread.
         """
         if self._kept is not None:
             self._outside.expect()
@@ -298,8 +298,8 @@ class UpdateSteps:
 
 
 _NEWER = (
-    "the script reads the state of {0} in a batch before that batch's update, and its replacement has it with the update "
-    "in it. Read it after optimizer.step(), or set state.preimages='always': then a replacement has all as it was"
+    "the script reads the state of {0} in a batch before that batch's update, and its replacement has it with the "
+    "update in it. Read it after optimizer.step(), or set state.preimages='always': then a replacement has what was there"
 )
 
 

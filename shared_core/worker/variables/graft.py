@@ -216,7 +216,8 @@ class Graft:
             self._here[new] = MISSING
             self._check_can_be_made(kind, cls, parts, path)
         here = self._here[new]
-        if kind == "module" and parts[-1] != (hooks_of(here) if here is not MISSING else []):
+        mine = hooks_of(here) if kind == "module" and here is not MISSING else []
+        if kind == "module" and [name for name, _ in parts[-1]] != [name for name, _ in mine]:
             self._differ(path, f"a {short(cls)} with other hooks", here)
         if kind in ("tensor", "ndarray") and parts[0] == "part":
             # A variable that holds the owner says which one it is here; if none does, the part that is here.
@@ -227,9 +228,9 @@ class Graft:
             keys = [key for key, _ in parts[0]] if kind == "dict" else parts[0]
             self._know_identities(keys, () if here is MISSING else here, path)
         theirs = {self._ids.get(key, key): value for key, value in _children(kind, parts).items()}
-        mine = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
+        held = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
         for key, value in theirs.items():
-            other = MISSING if mine is MISSING else mine.get(key, MISSING)
+            other = MISSING if held is MISSING else held.get(key, MISSING)
             if kind != "cache" or other is not MISSING:
                 yield value, other, _below(path, key)
             elif parts[1][key]:  # else the function gives it when it is called
@@ -405,6 +406,8 @@ class Graft:
 
     def _fill_container(self, kind: str, made: Any, parts: list[Any], path: str) -> None:
         attributes = parts[0] if kind == "module" else parts[-1]
+        if kind == "module":
+            self.value(parts[-1])  # what hooks hold
         base: Any = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
         if base is not None:
             if kind == "dict":
@@ -593,8 +596,10 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
 
 def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     """What a description holds that may be objects, by place."""
+    found: dict[Any, Any]
     if kind in ("object", "module", "namespace", "scripted"):
-        return {f".{name}": value for name, value in parts[0].items()}
+        found = {f".{name}": value for name, value in parts[0].items()}
+        return found | _numbered(parts[-1]) if kind == "module" else found
     if kind == "class":
         return {f".{name}": value for name, value in parts[1].items()}
     if kind == "context":
@@ -602,7 +607,7 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     if kind == "cache":
         return dict(enumerate(parts[0]))
     if kind in ("list", "deque", "tuple"):
-        found: dict[Any, Any] = dict(enumerate(parts[0]))
+        found = dict(enumerate(parts[0]))
         return found if kind == "tuple" else found | {f".{name}": value for name, value in parts[-1].items()}
     if kind == "dict":
         found = {_key(key): value for key, value in parts[0]}
@@ -630,15 +635,21 @@ _OF_PARTIALS = (".func", ".args", ".keywords", ".__dict__")
 _OF_FUNCTIONS = (".__dict__", ".__defaults__", ".__kwdefaults__")
 
 
+def _numbered(hooks: list[tuple[str, Any]]) -> dict[Any, Any]:
+    return {("hook", i): each for i, (_, each) in enumerate(hooks)}
+
+
 def _own_children(kind: str, here: Any) -> dict[Any, Any]:
+    found: dict[Any, Any]
     if kind in _ATTRIBUTES:
-        return {f".{name}": value for name, value in _ATTRIBUTES[kind](here).items()}
+        found = {f".{name}": value for name, value in _ATTRIBUTES[kind](here).items()}
+        return found | _numbered(hooks_of(here)) if kind == "module" else found
     if kind == "context":
         return {"value": here.get(MISSING)}
     if kind == "cache":
         return dict(enumerate(results_of(here)))
     if kind in ("list", "deque", "tuple"):
-        found: dict[Any, Any] = dict(enumerate(here))
+        found = dict(enumerate(here))
         return found if kind == "tuple" else found | {f".{name}": value for name, value in attributes_of(here).items()}
     if kind == "dict":
         found = {_key(key): value for key, value in dict.items(here)}

@@ -25,8 +25,18 @@ from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
+from shared_core.worker.variables.hooks import HookTables
 from shared_core.worker.variables.kinds import attributes_of_tensor, is_of_library, kind_of, of_every_optimizer
-from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, let_go, script_frames
+from shared_core.worker.variables.scopes import (
+    Kind,
+    Names,
+    Scope,
+    Scopes,
+    ToldVariables,
+    import_again,
+    let_go,
+    script_frames,
+)
 from shared_core.worker.variables.settings import ProcessSettings
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -149,6 +159,7 @@ class Variables:
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
+        self._hooks = HookTables()
         self._registered: list[torch.Tensor | Optimizer] = []
         #: Iterators that a framework draws from, or what refers to them, by identity.
         self._sources: dict[int, Any] = {}
@@ -266,6 +277,9 @@ class Variables:
         self._tensors = [(name, each) for name, each in self._parts.items() if type(each) in _PLAIN_TENSORS]
         self._identities = array("Q", map(id, self._parts.values())).tobytes()
         bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
+        self._hooks.attach(
+            self._parts, [each for each in modules if isinstance(each, nn.parallel.DistributedDataParallel)]
+        )
         self._writer.memory.attach({str(number): each for number, each in enumerate(bare)}, optimizers)
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
@@ -313,6 +327,8 @@ class Variables:
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
+        hooks = self._hooks.read()
+        scopes.append(Scope("hooks", "hooks", "a hook", Names(hooks), [*hooks.values()], self._hooks))
         if self._named is None:
             self._named = {}
             for scope in scopes:
@@ -530,6 +546,9 @@ class Variables:
                 continue
             if scope is not None:
                 todo += _match(graft, scope, where, wanted)
+                if kind == "hooks" and origin == "same":
+                    more = [name for name in scope.names.names if name not in wanted]
+                    graft.differences += [Difference(name, "not there", "a function", where) for name in more]
             elif kind == "told" and boundary:
                 # A framework tells of it again where it begins; if it does not, what has changed is refused.
                 untold.scopes[scope_name] = wanted, begun is None or scope_name in begun

@@ -38,6 +38,7 @@ from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.attached_memory import AttachedMemory
+from shared_core.worker.variables.hooks import is_hook_of_script
 from shared_core.worker.variables.kinds import (
     OURS,
     VALUES,
@@ -472,10 +473,11 @@ def _module(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     return ({k: v for k, v in state_of(thing).items() if k not in writer.ignored}, hooks_of(thing))
 
 
-def hooks_of(module: nn.Module) -> list[str]:
-    """Names of the functions that a module calls besides its own."""
+def hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """The functions that a module calls besides its own: names, and those of the script."""
     own = vars(module)
-    return [name_of(each) for hooks in _HOOKS for each in own.get(hooks, {}).values()]
+    found = [each for hooks in _HOOKS for each in own.get(hooks, {}).values()]
+    return [(name_of(each), each if is_hook_of_script(each) else None) for each in found]
 
 
 _HOOKS = tuple(name for name in sorted(MODULE_PARTS) if name.endswith("_hooks"))
