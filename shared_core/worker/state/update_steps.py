@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -270,7 +271,7 @@ class UpdateSteps:
     def hide_newer_state(self) -> None:
         """While the state contains updates that the program is to make: the script does not see that of optimizers."""
         for each in self._replicated.optimizers if self._count.ahead and self._replicated is not None else ():
-            if not isinstance(each.state, NewerState):
+            if type(vars(each).get("state")) is defaultdict:
                 each.state = NewerState(each.state, partial(self._refuse, _NEWER.format(type(each).__name__)))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -299,7 +300,7 @@ class UpdateSteps:
 
 _NEWER = (
     "the script reads the state of {0} in a batch before that batch's update, and its replacement has it with the "
-    "update in it. Read it after optimizer.step(), or set state.preimages='always': then a replacement has what was there"
+    "update in it. Read it after optimizer.step(), or set state.preimages='always': then it has what was there"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as of_modules
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_optimizers
 
@@ -49,20 +50,18 @@ class HookTables:
         #: Where each hook is, by a name that a replacement gives it, too.
         self._found: dict[str, tuple[Any, Any]] = {}
 
-    def attach(self, parts: Mapping[str, Any], wrappers: Iterable[nn.Module]) -> None:
-        """Look at the hooks of these modules, tensors and optimizers, by name; and of ``DistributedDataParallel``."""
+    def attach(self, parts: Mapping[str, Any]) -> None:
+        """Look at the hooks of these modules, tensors and optimizers, by name."""
         self._tables, self._tensors, self._states, self._seen = dict(_OF_ALL), {}, {}, None
-        every = {name.replace(" ", "."): each for name, each in parts.items()}
-        for number, ddp in enumerate(wrappers):
-            every[f"wrapper.{number}"] = ddp
-            for place, (hook, state) in enumerate(getattr(ddp, "_comm_hooks", ())):
+        for spaced, each in parts.items():
+            name = spaced.replace(" ", ".")
+            for place, (hook, state) in enumerate(vars(each).get("_comm_hooks", ()) if isinstance(each, DDP) else ()):
                 if is_hook_of_script(hook):
-                    self._states |= {f"wrapper.{number}.{place}.state": state, f"wrapper.{number}.{place}.hook": hook}
-        for name, each in every.items():
+                    self._states |= {f"{name}.{place}.state": state, f"{name}.{place}.hook": hook}
             if isinstance(each, (nn.Module, Optimizer)):
                 own = vars(each)
                 self._tables |= {
-                    f"{name}.{key}": own[key] for key in own if key.endswith(_END) and own[key] is not None
+                    f"{name}.{key}": own[key] for key in own if key.endswith(_END) and isinstance(own[key], dict)
                 }
             elif isinstance(each, torch.Tensor):
                 self._tensors[name] = each

@@ -26,7 +26,14 @@ from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.hooks import HookTables
-from shared_core.worker.variables.kinds import attributes_of_tensor, is_of_library, kind_of, of_every_optimizer
+from shared_core.worker.variables.kinds import (
+    OfItsClass,
+    attributes_of_tensor,
+    is_of_library,
+    kind_of,
+    of_every_optimizer,
+    root_of,
+)
 from shared_core.worker.variables.scopes import (
     Kind,
     Names,
@@ -160,6 +167,9 @@ class Variables:
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
         self._hooks = HookTables()
+        #: Attributes of what is of a class of torch among what is attached, by name, and how many there were.
+        self._of_torch: dict[str, dict[str, Any]] = {}
+        self._attributes = -1
         self._registered: list[torch.Tensor | Optimizer] = []
         #: Iterators that a framework draws from, or what refers to them, by identity.
         self._sources: dict[int, Any] = {}
@@ -256,6 +266,8 @@ class Variables:
         for number, module in enumerate(modules):
             bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
             self._restored[id(module)] = module
+            if module is not bare:
+                self._parts[f"wrapper {number}"] = module
             for path, child in bare.named_modules():
                 self._restored[id(child)] = child
                 self._parts[f"module {number} {path}"] = child
@@ -277,9 +289,13 @@ class Variables:
         self._tensors = [(name, each) for name, each in self._parts.items() if type(each) in _PLAIN_TENSORS]
         self._identities = array("Q", map(id, self._parts.values())).tobytes()
         bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
-        self._hooks.attach(
-            self._parts, [each for each in modules if isinstance(each, nn.parallel.DistributedDataParallel)]
-        )
+        self._of_torch = {
+            name: vars(each)
+            for name, each in self._parts.items()
+            if isinstance(each, (nn.Module, Optimizer)) and root_of(type(each)) == "torch"
+        }
+        self._attributes = -1
+        self._hooks.attach(self._parts)
         self._writer.memory.attach({str(number): each for number, each in enumerate(bare)}, optimizers)
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
@@ -294,6 +310,9 @@ class Variables:
             return self._held[0]
         begun = time.thread_time()
         self._tell_tensors(name for name, each in self._tensors if attributes_of_tensor(each))
+        if (size := sum(map(len, self._of_torch.values()))) != self._attributes:
+            self._attributes = size
+            self._tell_added(self._of_torch)
         scopes = self._find(sys._getframe(1))
         self._writer.memory.refresh()
         now = self._write(scopes)
@@ -324,6 +343,17 @@ class Variables:
             if name not in self._told and isinstance(tensor, _PLAIN_TENSORS) and type(tensor) in _PLAIN_TENSORS:
                 self._attached.append(name)
                 self.tell(name, tensor, vars(tensor).keys() - attributes_of_tensor(tensor).keys())
+
+    def _tell_added(self, names: Iterable[str], *, elsewhere: bool = False) -> None:
+        """Capture the attributes that the script has given these objects of torch, here or ``elsewhere``."""
+        for name in names:
+            thing = self._parts.get(name)
+            if name in self._told or name not in self._of_torch:
+                continue
+            theirs = OfItsClass(thing)
+            if elsewhere or any(each not in MODULE_PARTS and each not in theirs for each in self._of_torch[name]):
+                self._attached.append(name)
+                self._told[name] = thing, ToldVariables(name, thing, theirs)
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
@@ -521,7 +551,9 @@ class Variables:
         begun = None if only is None else {scope for scope, _ in only}
         if origin != "checkpoint":
             only = None
-        self._tell_tensors(scope for scope, kind, *_ in values if kind == "told")
+        told = [scope for scope, kind, *_ in values if kind == "told"]
+        self._tell_tensors(told)
+        self._tell_added(told, elsewhere=True)
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         missing = [scope for scope, *_ in values if scope not in here]
         if missing and origin != "other" and import_again(missing):

@@ -456,8 +456,17 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in MODULE_PARTS or k in _STATE_OF_MODULES}
 
 
+def held_by(thing: Any) -> Mapping[str, Any]:
+    """Attributes of an object, and its class where no name of a module leads to that."""
+    own = attributes_of(thing)
+    return {**own, _CLASS: type(thing)} if is_made_in_a_function(type(thing)) else own
+
+
+_CLASS = "__class__"
+
+
 def _object(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
-    found = attributes_of(thing)
+    found = held_by(thing)
     if any(type(each) is set for each in found.values()):
         found = dict(zip(found, in_order(list(found.values())), strict=True))
     return ({k: v for k, v in found.items() if k not in writer.ignored} if writer.ignored else found,)
@@ -725,9 +734,20 @@ def _progress(thing: Any, depth: int = 0) -> Any:
         return cls.__qualname__, _shown(thing)
     if cls.__name__.startswith(("dict_", "set_")):
         return cls.__name__, length_hint(thing)
+    if cls is _CALLS and any(map(_is_of_c, thing.__reduce__()[1][:1])):  # as that of re.finditer()
+        raise _DarkError
     with warnings.catch_warnings(action="ignore"):  # pickling iterators is deprecated; only their places are read here
         parts = thing if cls is tuple else thing.__reduce__()[1:]
     return cls.__name__, [_progress(each, depth + 1) for each in parts]
+
+
+#: Iterators that call a function.
+_CALLS = type(iter(int, 1))
+
+
+def _is_of_c(function: Any) -> bool:
+    held = getattr(function, "__self__", None)
+    return held is not None and is_bound(function) and kind_of(type(held)) == "opaque"
 
 
 def _shown(value: Any) -> int | str:
