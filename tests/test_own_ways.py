@@ -20,7 +20,7 @@ LATE = {
     "again": [Fault(0, 4, "collective.before", "SIGKILL")],
     "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
     "epochs": [Fault(0, 9, "collective.before", "SIGKILL"), Fault(1, 18, "collective.before", "SIGKILL")],
-    "adaptive": [Fault(1, 6, "collective.after", "SIGKILL", nth=3), Fault(0, 11, "collective.after", "SIGKILL")],
+    "adaptive": [Fault(1, 6, "collective.after", "SIGKILL", nth=5), Fault(0, 11, "collective.after", "SIGKILL")],
     "hooked": [Fault(1, 6, "collective.after", "SIGKILL", nth=4), Fault(0, 11, "collective.before", "SIGKILL")],
     # The other rank has the next parameters when it fails.
     "by_hand": [Fault(1, 6, "collective.before", "SIGKILL", nth=2)],

@@ -288,6 +288,12 @@ class Trained:
         self._buckets.eligible = parts.get("swift.eligible", 0)
         images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
         self.updates.resume(boundary, images=images, outside=outside, again=again)
+        if outside and not again and self.updates.state_version > self.updates.version:
+            self._refuse(
+                f"rank {self._runtime.rank}: an optimizer of the script kept on this rank what it did not keep on others, "
+                "so nobody has its state at the step boundary: let all ranks keep the same in an optimizer, or set "
+                "state.preimages='always'"
+            )
 
     def at_boundary(self, index: int, stable: int) -> None:
         """A step boundary was published; every rank has published ``stable``."""

@@ -41,7 +41,9 @@ def _looked_at(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in "__getitem__ __iter__ __len__ __contains__ get keys values items".split():
+_LOOKS = "__getitem__ __iter__ __len__ __contains__ get keys values items"
+_CHANGES = "__setitem__ __delitem__ clear pop update"
+for _name in f"{_LOOKS} {_CHANGES}".split():
     setattr(NewerState, _name, _looked_at(_name))
 
 

@@ -402,12 +402,13 @@ class OfItsClass:
     """Names of attributes that a class of torch gives its objects by itself; all others are a script's."""
 
     def __init__(self, thing: Any) -> None:
-        self._thing, self._names = thing, _stored_by(type(thing))
+        cls: Any = type(thing)
+        self._thing, self._names = thing, _stored_by(cls)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         # what pruning and weight_norm make of a parameter before each forward has its name without an ending
         made = any(each.startswith(f"{name}_") for each in vars(self._thing).get("_parameters", ()))
-        return made or name.startswith("_") or name in self._names
+        return made or str(name).startswith("_") or name in self._names
 
 
 @functools.cache
