@@ -290,8 +290,8 @@ class Trained:
         self.updates.resume(boundary, images=images, outside=outside, again=again)
         if outside and not again and self.updates.state_version > self.updates.version:
             self._refuse(
-                f"rank {self._runtime.rank}: an optimizer of the script kept on this rank what it did not keep on others, "
-                "so nobody has its state at the step boundary: let all ranks keep the same in an optimizer, or set "
+                f"rank {self._runtime.rank}: an optimizer of the script kept on this rank what it kept on no other, so "
+                "nobody has its state at the step boundary: let all ranks keep the same in an optimizer, or set "
                 "state.preimages='always'"
             )
 
