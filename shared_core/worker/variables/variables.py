@@ -579,8 +579,9 @@ class Variables:
             if scope is not None:
                 todo += _match(graft, scope, where, wanted)
                 if kind == "hooks" and origin == "same":
-                    more = [name for name in scope.names.names if name not in wanted]
-                    graft.differences += [Difference(name, "not there", "a function", where) for name in more]
+                    for name in sorted(wanted.keys() ^ set(scope.names.names)):
+                        was, is_ = ("a function", "not there") if name in wanted else ("not there", "a function")
+                        graft.differences.append(Difference(name, was, is_, where))
             elif kind == "told" and boundary:
                 # A framework tells of it again where it begins; if it does not, what has changed is refused.
                 untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
