@@ -580,8 +580,8 @@ class Variables:
                 todo += _match(graft, scope, where, wanted)
                 if kind == "hooks" and origin == "same":
                     for name in sorted(wanted.keys() ^ set(scope.names.names)):
-                        was, is_ = ("a function", "not there") if name in wanted else ("not there", "a function")
-                        graft.differences.append(Difference(name, was, is_, where))
+                        was, now = ("a function", "not there") if name in wanted else ("not there", "a function")
+                        graft.differences.append(Difference(name, was, now, where))
             elif kind == "told" and boundary:
                 # A framework tells of it again where it begins; if it does not, what has changed is refused.
                 untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
