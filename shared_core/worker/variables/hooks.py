@@ -25,9 +25,7 @@ _OF_ALL = {
     for name, table in chain(vars(of_modules).items(), vars(of_optimizers).items())
     if name.startswith("_global_") and name.endswith(_END)
 }
-_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_read_tensor = attrgetter(*_OF_TENSORS)
-_NONE = (None, None)
+_OF_TENSORS = {name: attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
 
 
 def is_hook_of_script(hook: Any) -> bool:
@@ -43,6 +41,8 @@ class HookTables:
 
     def __init__(self) -> None:
         self._tables: dict[str, Any] = {}
+        #: Those where hooks may come later: a module that is given one is refused elsewhere.
+        self._watched: list[Any] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self._seen: Any = None
         self._states: dict[str, Any] = {}
@@ -67,9 +67,11 @@ class HookTables:
 
     def read(self) -> dict[str, Any]:
         """The script's hooks by name. They are looked for again where one has come or gone."""
-        lengths = sum(map(len, self._tables.values()))
-        of_tensors = [each for each in map(_read_tensor, self._tensors.values()) if each != _NONE]
-        seen = lengths, [*map(len, filter(None, chain.from_iterable(of_tensors)))]
+        if self._seen is None:
+            self._watched = [each for name, each in self._tables.items() if each or not name.startswith("module")]
+        seen = [*map(len, self._watched)]
+        for of in _OF_TENSORS.values():
+            seen += map(len, filter(None, map(of, self._tensors.values())))
         if seen != self._seen:
             self._seen, self._found = seen, dict(self._look())
         return {name: table[key] for name, (table, key) in self._found.items() if key in table} | self._states
@@ -77,7 +79,7 @@ class HookTables:
     def _look(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
         tables = dict(self._tables)
         for name, tensor in self._tensors.items():
-            tables |= {f"{name}.{key}": getattr(tensor, key) or {} for key in _OF_TENSORS}
+            tables |= {f"{name}.{key}": read(tensor) or {} for key, read in _OF_TENSORS.items()}
         for name, table in tables.items():
             for number, (key, hook) in enumerate(table.items()):
                 if is_hook_of_script(hook):
