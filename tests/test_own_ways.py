@@ -20,9 +20,12 @@ LATE = {
     "again": [Fault(0, 4, "collective.before", "SIGKILL")],
     "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
     "epochs": [Fault(0, 9, "collective.before", "SIGKILL"), Fault(1, 18, "collective.before", "SIGKILL")],
+    "adaptive": [Fault(1, 6, "collective.after", "SIGKILL", nth=5), Fault(0, 11, "collective.after", "SIGKILL")],
+    "hooked": [Fault(1, 6, "collective.after", "SIGKILL", nth=4), Fault(0, 11, "collective.before", "SIGKILL")],
     # The other rank has the next parameters when it fails.
     "by_hand": [Fault(1, 6, "collective.before", "SIGKILL", nth=2)],
 }
+NEVER = {"SWIFT_RECOVERY_STATE_PREIMAGES": "never"}
 _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 
 
@@ -30,12 +33,13 @@ _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
     """State in objects of libraries and in places that are easily forgotten, settings of the process, an optimizer that
     is not attached; groups that are ended and made again; a script that resumes from its own newest file, so that a
-    replacement begins elsewhere; parameters that no optimizer steps."""
+    replacement begins elsewhere; parameters that no optimizer steps; an optimizer whose step keeps more than tensors
+    and asks the other ranks; what only hooks hold."""
     again = part == "again"  # plain gloo hangs now and then where a group is made again
     jobs.check(SCRIPT, args=[part], faults=LATE[part], reference_launcher="swiftrun" if again else "plain")
 
 
-@pytest.mark.parametrize("part", few(["libraries", "settings", "places", "beside"], "places"))
+@pytest.mark.parametrize("part", few(["libraries", "settings", "places", "beside", "hooked"], "hooked"))
 def test_without_the_capture_it_is_not_put_back(part: str, jobs: Jobs) -> None:
     """A control of the tests above."""
     with pytest.raises(Mismatch):
@@ -44,9 +48,23 @@ def test_without_the_capture_it_is_not_put_back(part: str, jobs: Jobs) -> None:
 
 def test_without_the_state_at_the_step_boundary_a_replacement_has_newer_parameters(jobs: Jobs) -> None:
     """A control: nobody keeps the parameters of the failed worker's place, and the checksums notice it."""
-    env = {"SWIFT_RECOVERY_STATE_PREIMAGES": "never"}
-    result = jobs.run(SCRIPT, args=["by_hand"], faults=LATE["by_hand"], env=env)
+    result = jobs.run(SCRIPT, args=["by_hand"], faults=LATE["by_hand"], env=NEVER)
     assert result.status == 1 and "ReplayDivergence" in result.stderr, result.tail()
+
+
+def test_without_that_state_an_optimizer_has_what_it_has_seen_with_a_newer_one(jobs: Jobs) -> None:
+    """A control: what its step keeps besides tensors follows from momenta that are too new."""
+    with pytest.raises(Mismatch):
+        jobs.check(SCRIPT, args=["adaptive"], faults=LATE["adaptive"][:1], env=NEVER)
+
+
+def test_optimizer_state_that_is_read_before_its_update_is_refused_by_name(jobs: Jobs) -> None:
+    """The other rank has made the update when it fails."""
+    fault = Fault(1, 6, "update.before", "SIGKILL")
+    result = jobs.run(SCRIPT, args=["reads"], faults=[fault])
+    compare(result, jobs.reference(SCRIPT, args=["reads"]))
+    [restart] = result.kinds("restart")
+    assert "reads the state of AdamW in a batch before that batch's update" in restart.fields["reason"], restart
 
 
 def test_another_list_in_the_replacement_is_refused_by_name(jobs: Jobs) -> None:

@@ -267,6 +267,8 @@ class _Relay:
 
     def waiting_changed(self, waiting: bool) -> None:
         self._worker.progress.waiting(waiting)
+        if waiting:
+            self._worker.updates.steps.waits()
 
     def whereabouts(self) -> str:
         return self._worker.wait_watchdog.whereabouts

@@ -104,6 +104,43 @@ def places(net: nn.Module) -> Callable[[int], float]:
     return step
 
 
+class Adaptive(torch.optim.SGD):
+    """Its rate depends on its momenta at all ranks; it remembers them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2, momentum=0.9)
+        self.norms: list[float] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        dist.all_reduce(norm := sum(each["momentum_buffer"].norm() for each in self.state.values()))
+        self.norms.append(norm.item())
+        self.param_groups[0]["lr"] = 1e-2 / (1.0 + norm.item())
+
+
+def hooked(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What hooks of a layer and of the optimizer note, and have no other place for."""
+    found: list[Any] = []
+
+    def notes() -> tuple[Callable[..., None], Callable[..., None]]:
+        count, average = 0, torch.zeros(len(parameters_to_vector(net.parameters())))
+
+        def forward(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        def stepped(*_: Any) -> None:
+            average.lerp_(parameters_to_vector(net.parameters()).detach(), 0.1)
+            found.append((count, average.sum().item()))
+
+        return forward, stepped
+
+    forward, stepped = notes()
+    net[0].register_forward_hook(forward)
+    optimizer.register_step_post_hook(stepped)
+    return found
+
+
 class Libraries:
     """State in objects of Python's and torch's own classes."""
 
@@ -130,7 +167,9 @@ class Libraries:
 def train() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "part", choices="libraries settings places beside again iterator numbers list epochs by_hand divided".split()
+        "part",
+        choices="libraries settings places beside again iterator numbers list epochs by_hand divided "
+        "adaptive hooked reads".split(),
     )
     part = parser.parse_args().part
     report = Report()
@@ -140,7 +179,7 @@ def train() -> dist.ProcessGroup:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = Adaptive(net.parameters()) if part == "adaptive" else torch.optim.AdamW(net.parameters(), lr=1e-2)
     found: list[Any] = []
 
     def gradients(factor: float = 1.0) -> float:
@@ -217,6 +256,13 @@ def train() -> dist.ProcessGroup:
             adam.step()
             update(1.0 + loss.item())
         found.append(digest({"beside": [table.state_dict(), adagrad.state_dict(), expert.state_dict()]}))
+    elif part in ("adaptive", "hooked", "reads"):
+        noted = hooked(net, optimizer) if part == "hooked" else getattr(optimizer, "norms", [])
+        for step, _ in job.steps(range(14)):
+            if part == "reads" and step:
+                found += [each["exp_avg"].sum().item() for each in optimizer.state.values()]
+            update()
+        found.append(noted)
     elif part == "again":
         for _, _ in job.steps(range(6)):
             update()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_variables_here import both, steps
@@ -134,6 +135,88 @@ class Counted(nn.Module):
         return x + self.count
 
 
+def counting(factor: float) -> Callable[..., Any]:
+    count = 0
+
+    def hook(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return given[-1] * (1 + factor * count) if isinstance(given[-1], torch.Tensor) else None
+
+    return hook
+
+
+def what_only_hooks_hold(again: bool) -> Any:
+    variables, net, loose = Variables(0), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    optimizer, seen = torch.optim.SGD(net.parameters(), 0.0), list[Any]()
+    for module in (net[0], loose):
+        nn.init.ones_(module.weight)
+        module.register_forward_hook(functools.partial(counting(0.5)))
+    net[0].bias.register_hook(counting(0.25))
+    optimizer.register_step_post_hook(Counting().step)
+    variables.attach([net], [optimizer])
+    for step in steps(again, variables=variables):
+        (net(torch.ones(1, 2)).sum() + loose(torch.ones(1, 2)).sum() * step).backward()
+        optimizer.step()
+        seen.append([net[0].bias.grad.tolist(), loose.weight.grad.tolist(), optimizer.param_groups[0]["weight_decay"]])
+        optimizer.zero_grad()
+        loose.zero_grad()
+    return seen
+
+
+class Counting:
+    count = 0
+
+    def step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.count += 1
+        optimizer.param_groups[0]["weight_decay"] = self.count
+
+
+def beside_what_is_attached(again: bool) -> Any:
+    variables, net = Variables(0), nn.Sequential(nn.Linear(2, 2))
+    optimizer, part = torch.optim.SGD(net.parameters(), 0.1), torch.utils.data.Subset([*range(9)], [0])
+    variables.attach([net], [optimizer])
+    with variables.held():  # data sets are put back where batches were read again
+        pass
+    things: list[Any] = [net, net[0], optimizer]
+    things[2].seen = []
+    for step in steps(again, variables=variables):
+        for each in things:
+            each.seen = [*getattr(each, "seen", []), step]
+        things[1].mask = torch.ones(2) * step
+        part.indices = [*part.indices, step]
+    return [each.seen for each in things], things[1].mask.tolist(), part.indices
+
+
+def a_class_that_only_its_objects_lead_to(again: bool) -> Any:
+    def make() -> Any:
+        class Here:
+            count = 0
+
+            def __init__(self) -> None:
+                self.below: list[Any] = []
+
+            def more(self) -> int:
+                type(self).count += 1
+                self.below.append(type(self)())
+                return type(self).count
+
+        return Here()
+
+    here = make()
+    for _ in steps(again):
+        here.more()
+    return here.count, len(here.below), {type(each) is type(here) for each in here.below}
+
+
+def memory_that_others_show(again: bool) -> Any:
+    raw = bytearray(8)
+    shown, array = memoryview(raw), np.frombuffer(raw, np.uint8)
+    for step in steps(again):
+        raw[step] = shown[0] = step
+    return raw, bytes(shown), array.tolist()
+
+
 def settings_of_the_process(again: bool) -> Any:
     logger, pattern = logging.getLogger("own"), re.compile("a")
     logger.setLevel(logging.INFO)
@@ -176,6 +259,10 @@ def results_of_a_cached_function(again: bool) -> Any:
         defined_again,
         classes_and_modules_of_a_function,
         beside_tensors,
+        what_only_hooks_hold,
+        beside_what_is_attached,
+        a_class_that_only_its_objects_lead_to,
+        memory_that_others_show,
         settings_of_the_process,
         a_sparse_tensor,
         results_of_a_cached_function,
@@ -210,6 +297,21 @@ def other_hooks(again: bool) -> Any:
             net.register_forward_hook(lambda module, given, result: result * 2)
 
 
+def a_hook_that_is_gone(again: bool) -> Any:
+    variables, net = Variables(0), nn.Linear(1, 1)
+    handle = net.weight.register_hook(lambda gradient: gradient * 2)
+    variables.attach([net], [])
+    for step in steps(again, variables=variables):
+        if step == 2:
+            handle.remove()
+
+
+def what_re_finds(again: bool) -> Any:
+    found = re.finditer("a", "aaaaaaaaaa")
+    for _ in steps(again):
+        next(found)
+
+
 def a_ragged_tensor(again: bool) -> Any:
     table = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     for step in steps(again):
@@ -241,6 +343,8 @@ def a_closure(again: bool) -> Any:
     [
         (results_that_come_late, "`registry` (test_places_here.py) was a cache with a result that has changed"),
         (other_hooks, "`net` (test_places_here.py:"),
+        (a_hook_that_is_gone, "`tensor.0.weight._backward_hooks.0` (a hook) was not there in the failed worker"),
+        (what_re_finds, "`found` (test_places_here.py:"),
         (a_ragged_tensor, "`table` (test_places_here.py:"),
         (a_lambda_of_the_module, "`choose` (test_places_here.py"),
         (a_closure, "was another function <lambda>"),

@@ -140,6 +140,7 @@ class Trained:
             unoptimized=unoptimized,
             parts=self._overlaps,
             summed=summed if alike and not divided and not self._overlaps else (),
+            refuse=lambda reason: self._refuse(f"rank {self._runtime.rank}: {reason}"),
         )
         self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)
@@ -303,6 +304,12 @@ class Trained:
         self._buckets.eligible = parts.get("swift.eligible", 0)
         images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
         self.updates.resume(boundary, images=images, outside=outside, again=again)
+        if outside and not again and self.updates.state_version > self.updates.version:
+            self._refuse(
+                f"rank {self._runtime.rank}: an optimizer of the script kept on this rank what it kept on no other, so "
+                "nobody has its state at the step boundary: let all ranks keep the same in an optimizer, or set "
+                "state.preimages='always'"
+            )
 
     def at_boundary(self, index: int, stable: int) -> None:
         """A step boundary was published; every rank has published ``stable``."""

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shared_core.errors import Unsupported
+from shared_core.errors import RecoveryFailed, Unsupported
 from shared_core.faults import inject
 from shared_core.worker.sharded.local import local_part
 from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.incremental_copy import Followers
+from shared_core.worker.state.newer_state import NewerState, kept_beside
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
@@ -64,16 +67,23 @@ class UpdateSteps:
         self._window: AbstractContextManager[Any] | None = None
         #: Before a step of an optimizer of the script's own, whose update the state contains.
         self._before_own: Before | None = None
+        #: What such an optimizer keeps besides tensors, before its step.
+        self._kept: Any = None
+        self._refuse: Callable[[str], Any] = _raise
         self._handles: list[Any] = []
 
-    def attach(self, replicated: Replicated, parts: Parts | None, own: bool = False) -> None:
+    def attach(
+        self, replicated: Replicated, parts: Parts | None, own: bool = False, refuse: Callable[[str], Any] | None = None
+    ) -> None:
         """Watch the optimizers of ``replicated`` from now on. ``parts`` is given where parts of an update may be made
-        early; ``own``: the state is divided over the ranks.
+        early; ``own``: the state is divided over the ranks; ``refuse`` ends what cannot continue, for a reason.
         """
-        self._own = own
+        self._own, self._refuse = own, refuse or _raise
         for hidden in self._hidden.values():
             hidden.close()
-        self._hidden = {id(optimizer): HiddenGradients(optimizer) for optimizer in replicated.optimizers}
+        self._hidden = {
+            id(each): HiddenGradients(each, partial(self._step_made, each)) for each in replicated.optimizers
+        }
         self._replicated, self._parts = replicated, parts
         self._clean.clear()
         if not self._handles and replicated.parameters:
@@ -117,7 +127,7 @@ class UpdateSteps:
         replicated = None if self._own else self._replicated
         return self._count.applied, {} if replicated is None else replicated.versions_in(optimizer)
 
-    def _refuse(self, optimizer: Optimizer) -> None:
+    def _refuse_untracked(self, optimizer: Optimizer) -> None:
         """An optimizer that was not attached has made a step: refuse it where it has changed what is attached by
         itself. One that wraps an attached one has made the update of that.
         """
@@ -200,11 +210,13 @@ class UpdateSteps:
             self._begin()
         if self._parts is not None:
             self._hidden[id(optimizer)].hide(self._parts.check())
+        self._kept = None if self._outside.active or steps_as_torch(optimizer) else kept_beside(optimizer)
         if self._count.ahead:
-            # The state contains this update.
+            # The state contains this update. Pre-hooks of the program are still to come.
             if steps_as_torch(optimizer):
                 self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
             else:
+                self.show_state()
                 self._before_own = Before(optimizer)
         elif not begun:
             self._keep_image(optimizer)
@@ -227,19 +239,49 @@ class UpdateSteps:
             self._window.__exit__(None, None, None)
             self._window = None
 
+    def _step_made(self, optimizer: Optimizer) -> None:
+        """A step has ended, and the program's own post-hooks are about to see what it has made."""
+        if self._kept is not None and self._kept != kept_beside(optimizer):
+            # computed from the state, which a replacement that leaves this step out has newer
+            self._outside.expect()
+        self._kept = None
+        if not self._count.ahead or not self._mine(optimizer):
+            return
+        with self._gate.condition:
+            if self._before_own is not None:
+                self._before_own.put_back()
+                self._before_own = None
+            self._count.left_out()
+            assert self._replicated is not None
+            self._images.forward(self._replicated)
+        self.show_state()
+        self.hide_newer_state()
+
+    def waits(self) -> None:
+        """Others are waited for. In the step of an optimizer of the script that may be until there is a replacement: it
+        is given the state of its step boundary, as half an update is here. Any thread.
+        """
+        if self._kept is not None:
+            self._outside.expect()
+
+    def show_state(self) -> None:
+        """Undoes :meth:`hide_newer_state`."""
+        for each in self._replicated.optimizers if self._replicated is not None else ():
+            if isinstance(each.state, NewerState):
+                each.state = each.state.plain
+
+    def hide_newer_state(self) -> None:
+        """While the state contains updates that the program is to make: the script does not see that of optimizers."""
+        for each in self._replicated.optimizers if self._count.ahead and self._replicated is not None else ():
+            if type(vars(each).get("state")) is defaultdict:
+                each.state = NewerState(each.state, partial(self._refuse, _NEWER.format(type(each).__name__)))
+
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._mine(optimizer):
-            self._refuse(optimizer)
+            self._refuse_untracked(optimizer)
             return
         self._close_window()
         with self._gate.condition:
-            if self._count.ahead:
-                if self._before_own is not None:
-                    self._before_own.put_back()
-                    self._before_own = None
-                self._count.left_out()
-                assert self._replicated is not None
-                self._images.forward(self._replicated)
             if self._parts is not None:
                 self._parts.commit()
             self._one_more()
@@ -256,6 +298,16 @@ class UpdateSteps:
     def _end(self) -> None:
         inject.point("update.after")
         self._after_each()
+
+
+_NEWER = (
+    "the script reads the state of {0} in a batch before that batch's update, and its replacement has it with the "
+    "update in it. Read it after optimizer.step(), or set state.preimages='always': then it has what was there"
+)
+
+
+def _raise(reason: str) -> None:
+    raise RecoveryFailed(reason)
 
 
 def _grads(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -113,6 +113,7 @@ class Updates:
         unoptimized: UnoptimizedParameters | None = None,
         parts: bool = False,
         summed: Collection[int] = (),
+        refuse: Callable[[str], Any] | None = None,
     ) -> None:
         """Watch the optimizers of ``replicated`` from now on.
 
@@ -128,6 +129,7 @@ class Updates:
             parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
             summed: identities (``id``) of parameters whose gradients are the same on all ranks, because each calls
                 :meth:`share_images` and gives its own before an update.
+            refuse: ends what cannot continue; called with a reason.
 
         Raises:
             UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not
@@ -149,7 +151,7 @@ class Updates:
             self._images.attach(len(replicated.optimizers), sharded, own, same=same)
             self.given.attach(None if own else replicated, sharded, self._undo, made)
             self.outside.attach(replicated, unoptimized)
-            self.steps.attach(replicated, made, own)
+            self.steps.attach(replicated, made, own, refuse)
 
     # -- step boundaries --------------------------------------------------------------------------------
 
@@ -218,6 +220,7 @@ class Updates:
             description: of the state; None for the one that is here. With ``here`` the state has come before.
             owned: nobody else uses the tensors, so they are not copied.
         """
+        self.steps.show_state()
         with self.gate.condition:
             stays, self._stays = self._stays, False
             self._count.begin(version)
@@ -232,6 +235,7 @@ class Updates:
             if self._undo is not None:
                 self._undo.commit()
             self.gate.install(False)
+        self.steps.hide_newer_state()
 
     def take_back(self) -> None:
         """The last update was undone by its owner, who makes another in its place."""

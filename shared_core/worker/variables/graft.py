@@ -43,6 +43,7 @@ from shared_core.worker.variables.writer import (
     Unbound,
     ValueWriter,
     attributes_of,
+    held_by,
     hooks_of,
     iterator_state,
     mark_of,
@@ -58,7 +59,7 @@ from shared_core.worker.variables.writer import (
 _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
 #: Kinds of objects that are filled, but not made.
 _NEVER_MADE = frozenset({"class", "namespace", "scripted", "context", "cache", "logger"})
-_PLAIN = (list, dict, set)
+_PLAIN = (list, dict, set, bytearray)
 _STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
 #: Types of generators that are made where the script has not made them yet.
@@ -120,6 +121,7 @@ class Graft:
         self._filled: dict[Any, Any] = {}
         self._keep: list[Any] = []
         self._owners: list[tuple[Any, Any, str]] = []
+        self._classes: list[tuple[Any, str]] = []
         self._paths: dict[Any, str] = {}
         self._whole = ""
         self.differences: list[Difference] = []
@@ -139,7 +141,7 @@ class Graft:
                 todo.extend((each, old[i] if fits else MISSING, f"{path}[{i}]") for i, each in enumerate(new))
             elif type(new) in _PLAIN and id(new) not in self._here:
                 self._keep.append(new)
-                if not isinstance(new, list):
+                if isinstance(new, (dict, set)):
                     self._know_identities(new, old if type(old) is type(new) else (), path)
                 if type(old) is type(new) and self._claim(id(new), old):
                     todo.extend(reversed(list(self._pairs(new, old, path))))
@@ -151,6 +153,10 @@ class Graft:
         """Call after all :meth:`match`: what only parts of it are held by variables."""
         while self._owners:
             self.match(*self._owners.pop(0))
+        for new, path in self._classes:
+            if new not in self._here:
+                self.match(new, MISSING, path.removesuffix(".__class__"))
+        self._classes.clear()
 
     def _know_identities(self, new: Iterable[Any], old: Iterable[Any], path: str) -> None:
         """Keys that are ``id()`` of something not attached stand for those of the same places in a dictionary here."""
@@ -176,7 +182,7 @@ class Graft:
             for i, value in enumerate(new):
                 if not isinstance(value, (int, float, str, type(None))):
                     yield value, old[i] if old is not MISSING and i < len(old) else MISSING, f"{path}[{i}]"
-        else:
+        elif isinstance(new, set):
             for value in new:
                 yield value, MISSING, f"{path} (an element)"
 
@@ -202,7 +208,8 @@ class Graft:
                 self._here[new] = self._find_function(parts[0], parts[3], old, path)
                 return
         if kind == "method":
-            found = self._find(parts[0], MISSING, path)
+            known = same and name_of(old.__func__) == parts[0]  # a decorator may have made it of another of its name
+            found = old.__func__ if known else self._find(parts[0], MISSING, path)
             if found is not MISSING and not callable(found):
                 self._differ(path, short(parts[0]), found)
                 found = MISSING
@@ -212,10 +219,14 @@ class Graft:
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
             self._here[new] = old if same else MISSING
         elif not (same and _fits(kind, parts, old) and self._claim(new, old)):
+            if kind == "class" and path.endswith(".__class__"):  # a variable may hold it, or another of its objects
+                self._classes.append((new, path))
+                return
             self._here[new] = MISSING
             self._check_can_be_made(kind, cls, parts, path)
         here = self._here[new]
-        if kind == "module" and parts[-1] != (hooks_of(here) if here is not MISSING else []):
+        mine = hooks_of(here) if kind == "module" and here is not MISSING else []
+        if kind == "module" and [name for name, _ in parts[-1]] != [name for name, _ in mine]:
             self._differ(path, f"a {short(cls)} with other hooks", here)
         if kind in ("tensor", "ndarray") and parts[0] == "part":
             # A variable that holds the owner says which one it is here; if none does, the part that is here.
@@ -226,9 +237,9 @@ class Graft:
             keys = [key for key, _ in parts[0]] if kind == "dict" else parts[0]
             self._know_identities(keys, () if here is MISSING else here, path)
         theirs = {self._ids.get(key, key): value for key, value in _children(kind, parts).items()}
-        mine = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
+        held = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
         for key, value in theirs.items():
-            other = MISSING if mine is MISSING else mine.get(key, MISSING)
+            other = MISSING if held is MISSING else held.get(key, MISSING)
             if kind != "cache" or other is not MISSING:
                 yield value, other, _below(path, key)
             elif parts[1][key]:  # else the function gives it when it is called
@@ -294,7 +305,7 @@ class Graft:
             kind in _NEVER_MADE
             or (kind == "random" and cls not in _GENERATORS)
             or (kind == "memory" and not cls.startswith("ctypes:"))
-            or (kind not in _MAKERS and kind != "random" and _look_up(cls) is MISSING)
+            or (kind not in _MAKERS and kind != "random" and _look_up(cls) is MISSING and not _has_class(kind, parts))
         ):
             self._differ(path, f"a {short(cls)}", MISSING)
 
@@ -324,7 +335,10 @@ class Graft:
             if isinstance(new, dict):
                 items: Any = [(self.value(k), self.value(v)) for k, v in new.items()]
             else:
-                items = [self.value(each) for each in new]
+                items = [] if isinstance(new, bytearray) else [self.value(each) for each in new]
+            if isinstance(new, bytearray):
+                made[:] = new  # others may show its memory
+                return made
             made.clear()
             made.extend(items) if isinstance(new, list) else made.update(items)
         return self._filled[key]
@@ -378,7 +392,10 @@ class Graft:
             self._filled[new] = buffer = here if here is not MISSING else _look_up(cls)()
             buffer.close() if parts[0] is None else buffer.__setstate__((*parts[0], None))
         else:
-            made = self._filled[new] = here if here is not MISSING else _blank(kind, cls, parts)
+            if here is MISSING:
+                of = self.value(parts[0]["__class__"]) if _has_class(kind, parts) else _look_up(cls)
+                here = _blank(of, kind, cls, parts)
+            made = self._filled[new] = here
             self._fill_container(kind, made, parts, self._paths.get(new, ""))
 
     def _fill_in_place(self, kind: str, here: Any, parts: list[Any]) -> None:
@@ -404,6 +421,8 @@ class Graft:
 
     def _fill_container(self, kind: str, made: Any, parts: list[Any], path: str) -> None:
         attributes = parts[0] if kind == "module" else parts[-1]
+        if kind == "module":
+            self.value(parts[-1])  # what hooks hold
         base: Any = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
         if base is not None:
             if kind == "dict":
@@ -425,7 +444,7 @@ class Graft:
         own = getattr(made, "__dict__", None)
         values = {name: self.value(value) for name, value in attributes.items()}
         for name, value in values.items():
-            if value is MISSING:
+            if value is MISSING or name == "__class__":
                 continue
             if name in slots:
                 with suppress(AttributeError, TypeError):
@@ -592,8 +611,10 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
 
 def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     """What a description holds that may be objects, by place."""
+    found: dict[Any, Any]
     if kind in ("object", "module", "namespace", "scripted"):
-        return {f".{name}": value for name, value in parts[0].items()}
+        found = {f".{name}": value for name, value in parts[0].items()}
+        return found | _numbered(parts[-1]) if kind == "module" else found
     if kind == "class":
         return {f".{name}": value for name, value in parts[1].items()}
     if kind == "context":
@@ -601,7 +622,7 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     if kind == "cache":
         return dict(enumerate(parts[0]))
     if kind in ("list", "deque", "tuple"):
-        found: dict[Any, Any] = dict(enumerate(parts[0]))
+        found = dict(enumerate(parts[0]))
         return found if kind == "tuple" else found | {f".{name}": value for name, value in parts[-1].items()}
     if kind == "dict":
         found = {_key(key): value for key, value in parts[0]}
@@ -629,15 +650,21 @@ _OF_PARTIALS = (".func", ".args", ".keywords", ".__dict__")
 _OF_FUNCTIONS = (".__dict__", ".__defaults__", ".__kwdefaults__")
 
 
+def _numbered(hooks: list[tuple[str, Any]]) -> dict[Any, Any]:
+    return {("hook", i): each for i, (_, each) in enumerate(hooks)}
+
+
 def _own_children(kind: str, here: Any) -> dict[Any, Any]:
+    found: dict[Any, Any]
     if kind in _ATTRIBUTES:
-        return {f".{name}": value for name, value in _ATTRIBUTES[kind](here).items()}
+        found = {f".{name}": value for name, value in _ATTRIBUTES[kind](here).items()}
+        return found | _numbered(hooks_of(here)) if kind == "module" else found
     if kind == "context":
         return {"value": here.get(MISSING)}
     if kind == "cache":
         return dict(enumerate(results_of(here)))
     if kind in ("list", "deque", "tuple"):
-        found: dict[Any, Any] = dict(enumerate(here))
+        found = dict(enumerate(here))
         return found if kind == "tuple" else found | {f".{name}": value for name, value in attributes_of(here).items()}
     if kind == "dict":
         found = {_key(key): value for key, value in dict.items(here)}
@@ -662,7 +689,7 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
 
 #: What is below an object of a kind, by name.
 _ATTRIBUTES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
-    "object": attributes_of,
+    "object": held_by,
     "module": state_of,
     "namespace": namespace_of,
     "scripted": tensors_of,
@@ -717,8 +744,12 @@ def _look_up(name: str) -> Any:
 _MAKERS = frozenset("value tensor ndarray pyarray iterator atom enum tuple frozenset bound partial".split())
 
 
-def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
-    made = _look_up(cls)
+def _has_class(kind: str, parts: list[Any]) -> bool:
+    """Whether an object's description has its class."""
+    return kind == "object" and "__class__" in parts[0]
+
+
+def _blank(made: Any, kind: str, cls: str, parts: list[Any]) -> Any:
     if not isinstance(made, type) or kind_of(made) != kind:
         raise RecoveryFailed(f"{short(cls)} is no class of the script any more")
     if kind == "deque":

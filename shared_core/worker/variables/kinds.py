@@ -10,9 +10,11 @@ import csv
 import ctypes
 import datetime
 import decimal
+import dis
 import enum
 import fractions
 import functools
+import inspect
 import io
 import itertools
 import logging
@@ -66,6 +68,8 @@ _OF_TORCH = (
     "torch.distributed.algorithms.model_averaging",
     "torch.quasirandom",
     "torch.utils.data.sampler",
+    "torch.utils.data.dataset",
+    "torch.utils.data.distributed",
 )
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_paths()[each]) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -386,6 +390,37 @@ def is_loaded_apart(thing: Any) -> bool:
     if file is None:
         return thing.__spec__ is None and thing.__name__.partition(".")[0] not in LIBRARIES
     return sys.modules.get(thing.__name__) is not thing and not of_libraries(file)
+
+
+@functools.cache
+def of_every_optimizer() -> frozenset[str]:
+    """Attributes of optimizers that others put back."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+
+
+class OfItsClass:
+    """Names of attributes that a class of torch gives its objects by itself; all others are a script's."""
+
+    def __init__(self, thing: Any) -> None:
+        cls: Any = type(thing)
+        self._thing, self._names = thing, _stored_by(cls)
+
+    def __contains__(self, name: object) -> bool:
+        # what pruning and weight_norm make of a parameter before each forward has its name without an ending
+        made = any(each.startswith(f"{name}_") for each in vars(self._thing).get("_parameters", ()))
+        return made or str(name).startswith("_") or name in self._names
+
+
+@functools.cache
+def _stored_by(cls: type) -> frozenset[str]:
+    found = {"step", "forward"}  # schedulers and Accelerate put others in their places
+    for each in (value for base in cls.__mro__ if is_of_library(base) for value in vars(base).values()):
+        codes = [getattr(inspect.unwrap(unwrapped(each)), "__code__", None)]
+        while codes:
+            if isinstance(code := codes.pop(), types.CodeType):
+                codes += code.co_consts
+                found.update(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+    return frozenset(found)
 
 
 def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _WRITES_THROUGH = sys.version_info >= (3, 13)
 
 #: What holds the variables of a scope. A framework may tell of its objects at any time; all other scopes are there
 #: whenever the script is at the same place.
-Kind = Literal["told", "frame", "module", "class"]
+Kind = Literal["told", "frame", "module", "class", "hooks"]
 
 
 class Names:

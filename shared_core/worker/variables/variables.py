@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -26,8 +25,25 @@ from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import attributes_of_tensor, is_of_library, kind_of
-from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again, let_go, script_frames
+from shared_core.worker.variables.hooks import HookTables
+from shared_core.worker.variables.kinds import (
+    OfItsClass,
+    attributes_of_tensor,
+    is_of_library,
+    kind_of,
+    of_every_optimizer,
+    root_of,
+)
+from shared_core.worker.variables.scopes import (
+    Kind,
+    Names,
+    Scope,
+    Scopes,
+    ToldVariables,
+    import_again,
+    let_go,
+    script_frames,
+)
 from shared_core.worker.variables.settings import ProcessSettings
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -114,12 +130,6 @@ def _fill(graft: Graft, todo: Iterable[_Change]) -> None:
         scope.put(values)
 
 
-@cache
-def _of_every_optimizer() -> frozenset[str]:
-    """Attributes that others put back."""
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
-
-
 def _elsewhere(rank: int | None, name: str, where: str) -> str:
     function = name.rpartition(":")[2].partition(" ")[0]
     return (
@@ -156,6 +166,10 @@ class Variables:
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
+        self._hooks = HookTables()
+        #: Attributes of what is of a class of torch among what is attached, by name, and how many there were.
+        self._of_torch: dict[str, dict[str, Any]] = {}
+        self._attributes = -1
         self._registered: list[torch.Tensor | Optimizer] = []
         #: Iterators that a framework draws from, or what refers to them, by identity.
         self._sources: dict[int, Any] = {}
@@ -252,6 +266,8 @@ class Variables:
         for number, module in enumerate(modules):
             bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
             self._restored[id(module)] = module
+            if module is not bare:
+                self._parts[f"wrapper {number}"] = module
             for path, child in bare.named_modules():
                 self._restored[id(child)] = child
                 self._parts[f"module {number} {path}"] = child
@@ -267,12 +283,19 @@ class Variables:
             self._parts[f"optimizer {number}"] = optimizer
             if not is_of_library(type(optimizer)):
                 self._attached.append(f"optimizer {number}")
-                self.tell(f"optimizer {number}", optimizer, _of_every_optimizer())
+                self.tell(f"optimizer {number}", optimizer, of_every_optimizer())
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
         self._tensors = [(name, each) for name, each in self._parts.items() if type(each) in _PLAIN_TENSORS]
         self._identities = array("Q", map(id, self._parts.values())).tobytes()
         bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
+        self._of_torch = {
+            name: vars(each)
+            for name, each in self._parts.items()
+            if isinstance(each, (nn.Module, Optimizer)) and root_of(type(each)) == "torch"
+        }
+        self._attributes = -1
+        self._hooks.attach(self._parts)
         self._writer.memory.attach({str(number): each for number, each in enumerate(bare)}, optimizers)
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
@@ -287,6 +310,9 @@ class Variables:
             return self._held[0]
         begun = time.thread_time()
         self._tell_tensors(name for name, each in self._tensors if attributes_of_tensor(each))
+        if (size := sum(map(len, self._of_torch.values()))) != self._attributes:
+            self._attributes = size
+            self._tell_added(self._of_torch)
         scopes = self._find(sys._getframe(1))
         self._writer.memory.refresh()
         now = self._write(scopes)
@@ -318,8 +344,21 @@ class Variables:
                 self._attached.append(name)
                 self.tell(name, tensor, vars(tensor).keys() - attributes_of_tensor(tensor).keys())
 
+    def _tell_added(self, names: Iterable[str], *, elsewhere: bool = False) -> None:
+        """Capture the attributes that the script has given these objects of torch, here or ``elsewhere``."""
+        for name in names:
+            thing = self._parts.get(name)
+            if name in self._told or name not in self._of_torch:
+                continue
+            theirs = OfItsClass(thing)
+            if elsewhere or any(each not in MODULE_PARTS and each not in theirs for each in self._of_torch[name]):
+                self._attached.append(name)
+                self._told[name] = thing, ToldVariables(name, thing, theirs)
+
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
+        hooks = self._hooks.read()
+        scopes.append(Scope("hooks", "hooks", "a hook", Names(hooks), [*hooks.values()], self._hooks))
         if self._named is None:
             self._named = {}
             for scope in scopes:
@@ -512,7 +551,9 @@ class Variables:
         begun = None if only is None else {scope for scope, _ in only}
         if origin != "checkpoint":
             only = None
-        self._tell_tensors(scope for scope, kind, *_ in values if kind == "told")
+        told = [scope for scope, kind, *_ in values if kind == "told"]
+        self._tell_tensors(told)
+        self._tell_added(told, elsewhere=True)
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         missing = [scope for scope, *_ in values if scope not in here]
         if missing and origin != "other" and import_again(missing):
@@ -537,6 +578,10 @@ class Variables:
                 continue
             if scope is not None:
                 todo += _match(graft, scope, where, wanted)
+                if kind == "hooks" and origin == "same":
+                    for name in sorted(wanted.keys() ^ set(scope.names.names)):
+                        was, now = ("a function", "not there") if name in wanted else ("not there", "a function")
+                        graft.differences.append(Difference(name, was, now, where))
             elif kind == "told" and boundary:
                 # A framework tells of it again where it begins; if it does not, what has changed is refused.
                 untold.scopes[scope_name] = wanted, begun is None or scope_name in begun

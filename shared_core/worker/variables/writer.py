@@ -38,6 +38,7 @@ from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.attached_memory import AttachedMemory
+from shared_core.worker.variables.hooks import is_hook_of_script
 from shared_core.worker.variables.kinds import (
     OURS,
     VALUES,
@@ -455,8 +456,17 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in MODULE_PARTS or k in _STATE_OF_MODULES}
 
 
+def held_by(thing: Any) -> Mapping[str, Any]:
+    """Attributes of an object, and its class where no name of a module leads to that."""
+    own = attributes_of(thing)
+    return {**own, _CLASS: type(thing)} if is_made_in_a_function(type(thing)) else own
+
+
+_CLASS = "__class__"
+
+
 def _object(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
-    found = attributes_of(thing)
+    found = held_by(thing)
     if any(type(each) is set for each in found.values()):
         found = dict(zip(found, in_order(list(found.values())), strict=True))
     return ({k: v for k, v in found.items() if k not in writer.ignored} if writer.ignored else found,)
@@ -472,10 +482,11 @@ def _module(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     return ({k: v for k, v in state_of(thing).items() if k not in writer.ignored}, hooks_of(thing))
 
 
-def hooks_of(module: nn.Module) -> list[str]:
-    """Names of the functions that a module calls besides its own."""
+def hooks_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """The functions that a module calls besides its own: names, and those of the script."""
     own = vars(module)
-    return [name_of(each) for hooks in _HOOKS for each in own.get(hooks, {}).values()]
+    found = [each for hooks in _HOOKS for each in own.get(hooks, {}).values()]
+    return [(name_of(each), each if is_hook_of_script(each) else None) for each in found]
 
 
 _HOOKS = tuple(name for name in sorted(MODULE_PARTS) if name.endswith("_hooks"))
@@ -723,9 +734,20 @@ def _progress(thing: Any, depth: int = 0) -> Any:
         return cls.__qualname__, _shown(thing)
     if cls.__name__.startswith(("dict_", "set_")):
         return cls.__name__, length_hint(thing)
+    if cls is _CALLS and any(map(_is_of_c, thing.__reduce__()[1][:1])):  # as that of re.finditer()
+        raise _DarkError
     with warnings.catch_warnings(action="ignore"):  # pickling iterators is deprecated; only their places are read here
         parts = thing if cls is tuple else thing.__reduce__()[1:]
     return cls.__name__, [_progress(each, depth + 1) for each in parts]
+
+
+#: Iterators that call a function.
+_CALLS = type(iter(int, 1))
+
+
+def _is_of_c(function: Any) -> bool:
+    held = getattr(function, "__self__", None)
+    return held is not None and is_bound(function) and kind_of(type(held)) == "opaque"
 
 
 def _shown(value: Any) -> int | str:

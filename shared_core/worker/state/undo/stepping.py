@@ -36,11 +36,12 @@ def begin_after_closure(
 
 class HiddenGradients:
     """Hides gradients from the rest of the present step: without one, torch's optimizers leave a parameter alone. The
-    program's own post-hooks see them again.
+    program's own post-hooks see them again. ``stepped`` is called after each step, before these hooks.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, stepped: Callable[[], None]) -> None:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._stepped = stepped
         self._handle = optimizer.register_step_post_hook(self._show)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._handle.id, last=False)
@@ -56,6 +57,7 @@ class HiddenGradients:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+        self._stepped()
 
     def close(self) -> None:
         self._handle.remove()
