@@ -35,7 +35,7 @@ from shared_core.worker.mirror import Mirror
 from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
-from shared_core.worker.program.leaving import PlannedLeave
+from shared_core.worker.program.leaving import LeavingPublisher
 from shared_core.worker.program.notes import Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
@@ -145,9 +145,8 @@ class WorkerRuntime:
             trained,
             runtime,
             reporter,
-            publishing,
+            LeavingPublisher(env.rank_dir, publishing, publisher, self.own_standby, self.joining),
             self.joining,
-            PlannedLeave(env.rank_dir, publisher, self.own_standby, self.joining),
             clock,
             state_check,
             config.resizes,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 CASES: list[tuple[str, str, str]] = [
-    ("", "COMMAND", "status, watch, doctor, events, report, checkpoints, lab"),
+    ("", "COMMAND", "status, watch, doctor, events, drain, report, checkpoints, lab"),
     ("lab", "COMMAND", "plan, plan-logging, simulate, policy"),
     ("evnts x", "evnts", "'events'"),
     ("--verbose events @events.jsonl", "--verbose", "--help"),

@@ -12,10 +12,13 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from shared_core.faults import inject
 from shared_core.protocol.leaving import EXIT_LEFT, FILE
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.own_standby import OwnStandby
+from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.recovery import forked
 from shared_core.worker.state.publications import SharedMemoryPublisher
 
@@ -23,18 +26,27 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 _COPY_S = 10.0
 
 
-class PlannedLeave:
-    """Looks whether the launcher wants this worker to leave. ``folder``: of the rank."""
+class LeavingPublisher:
+    """Publishes step boundaries, and looks there whether the launcher wants this worker to leave. ``folder``: of the
+    rank.
+    """
 
     def __init__(
-        self, folder: Path, publisher: SharedMemoryPublisher, own_standby: OwnStandby, joining: Joining
+        self,
+        folder: Path,
+        publishing: Publishing,
+        publisher: SharedMemoryPublisher,
+        own_standby: OwnStandby,
+        joining: Joining,
     ) -> None:
-        self._file, self._publisher, self._own_standby, self._joining = folder / FILE, publisher, own_standby, joining
+        self._file, self._publishing, self._publisher = folder / FILE, publishing, publisher
+        self._own_standby, self._joining = own_standby, joining
 
-    def at_boundary(self, kind: str) -> None:
-        """A step boundary has just been published, and nothing of its batch was done. Returns where this worker stays,
-        and in its copy.
+    def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
+        """As :meth:`Publishing.at_boundary`, before anything of the batch is done. Returns where this worker stays, and
+        in its copy.
         """
+        self._publishing.at_boundary(kind, grads)
         if not os.path.lexists(self._file):
             return
         if self._file.read_text() != str(os.getpid()):  # for one that held the rank before

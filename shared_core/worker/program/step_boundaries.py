@@ -8,8 +8,7 @@ from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.integrity.state_check import StateCheck
 from shared_core.worker.program.joining import Joining
-from shared_core.worker.program.leaving import PlannedLeave
-from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.leaving import LeavingPublisher
 from shared_core.worker.program.step_clock import StepClock
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.reporting import RecoveryReporter
@@ -28,16 +27,15 @@ class StepBoundaries:
         trained: Trained,
         runtime: Runtime,
         reporter: RecoveryReporter,
-        publishing: Publishing,
+        publishing: LeavingPublisher,
         joining: Joining,
-        leave: PlannedLeave,
         clock: StepClock,
         state_check: StateCheck,
         resizes: bool,
     ) -> None:
         self._position, self._trained, self._runtime, self._resizes = position, trained, runtime, resizes
         self._progress, self._reporter, self._publishing, self._joining = clock.progress, reporter, publishing, joining
-        self._leave, self._clock, self._state_check = leave, clock, state_check
+        self._clock, self._state_check = clock, state_check
         self._deferred = 0
         self._loss: torch.Tensor | float | None = None
 
@@ -78,7 +76,6 @@ class StepBoundaries:
         self._trained.meet()
         self._state_check.before_boundary(bool(grads))
         self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
-        self._leave.at_boundary("batch")
         return False
 
     def evaluation(self) -> bool:
@@ -88,7 +85,6 @@ class StepBoundaries:
             return True
         self._pass(None)
         self._publishing.at_boundary("eval")
-        self._leave.at_boundary("eval")
         return False
 
     def _pass(self, epoch: int | None) -> None:
