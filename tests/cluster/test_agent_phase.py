@@ -31,6 +31,7 @@ restarting: failed -> over
 restarting: fenced -> stood down, KILL FORGET
 restarting: placed -> running, START
 stood down: came -> rendezvous
+stood down: ended elsewhere -> over
 stood down: failed -> over
 ending: failed -> over
 ending: fenced -> stood down, KILL FORGET

@@ -12,7 +12,7 @@ from tests.support.runner import ROOT
 
 PAGE = (ROOT / "docs" / "design" / "operations.md").read_text(encoding="utf-8")
 #: Helpers by which the operations are written, no part of the interface.
-HELPERS = {"_run", "check", "_inputs_checksum", "_exclusive", "_in_place", "_pooled", "_sparse"}
+HELPERS = {"_run", "check", "reduce_again", "_inputs_checksum", "_exclusive", "_in_place", "_pooled", "_sparse"}
 
 
 def rows(section: str) -> list[list[str]]:
