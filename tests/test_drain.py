@@ -16,7 +16,7 @@ from shared_core.faults import ANY_STEP, Fault
 from shared_core.protocol.failure_policy import Death, FailureBook
 from shared_core.protocol.generation import CauseKind
 from shared_core.protocol.leaving import chosen, refused
-from shared_core.protocol.stragglers import LEAST_S, slow
+from shared_core.protocol.stragglers import LEAST_S, Slow, slow
 from shared_core.report import recoveries
 from shared_core.watch.view import Live, view_of
 from tests.support.report import DRAIN, STARTUP
@@ -171,11 +171,17 @@ def test_who_is_slow() -> None:
     def steps(backward: float, odd: float = 0.0, first: int = 1) -> dict[int, tuple[float, ...]]:
         return {first + at: (0.01, 0.02, backward + odd * (at == 3), 0.005) for at in range(10)}
 
-    [one] = slow({0: steps(0.03), 1: steps(0.03, 9.0), 2: steps(0.09, first=2), 3: steps(0.03)})
+    def named(found: dict[int, dict[int, tuple[float, ...]]]) -> list[Slow]:
+        return slow(found, found)
+
+    [one] = named({0: steps(0.03), 1: steps(0.03, 9.0), 2: steps(0.09, first=2), 3: steps(0.03)})
     assert (one.rank, one.part, one.step) == (2, "backward", 10) and 1.8 < one.factor < 2.0
-    assert [one.rank for one in slow({0: steps(0.03), 1: steps(0.09)})] == [1]
-    assert not slow({0: steps(0.03), 1: steps(0.04)}) and not slow({0: steps(0.09)})
-    few = {0: {1: (1.0, 0, 0, 0)}, 1: {1: (9.0, 0, 0, 0)}}
-    assert not slow(few)
-    short = {rank: dict.fromkeys(range(1, 11), (LEAST_S / 3 * (1 + rank), 0, 0, 0)) for rank in (0, 1)}
-    assert not slow(short)
+    two = {0: steps(0.03), 1: steps(0.09)}
+    assert [one.rank for one in named(two)] == [1] and not slow(two, [0])
+    assert not named({0: steps(0.03), 1: steps(0.04)}) and not named({0: steps(0.09)})
+    few: dict[int, dict[int, tuple[float, ...]]] = {0: {1: (1.0, 0, 0, 0)}, 1: {1: (9.0, 0, 0, 0)}}
+    assert not named(few)
+    short: dict[int, dict[int, tuple[float, ...]]] = {
+        rank: dict.fromkeys(range(1, 11), (LEAST_S / 3 * (1 + rank), 0, 0, 0)) for rank in (0, 1)
+    }
+    assert not named(short)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
 from shared_core.config import SwiftConfig
@@ -16,6 +17,9 @@ from shared_core.protocol.agent_phase import AgentPhase
 from shared_core.protocol.progress_file import read_steps
 from shared_core.protocol.stragglers import Slow, Steps
 
+#: Seconds from one look to the next: each asks the store for the times of every other machine.
+LOOK_S = 1.0
+
 
 class Stragglers:
     """Looks at the times of the last steps, of all machines."""
@@ -29,15 +33,18 @@ class Stragglers:
         self._workers: dict[int, tuple[int, int]] = {}
         self._named: set[int] = set()
         self._replaced: set[int] = set()
+        self._next = 0.0
 
     def look(self) -> None:
-        """Call at each tick."""
+        """Call at each tick; most calls do nothing."""
         attempts = self._attempts
         if self._answer == "off" or attempts.phase is not AgentPhase.RUNNING or not attempts.workers.complete:
             return
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + LOOK_S
         mine = {one.rank: self._steps(one) for one in attempts.workers.pool.live.values()}
-        found = stragglers.slow(attempts.now.with_others(mine))
-        for one in [one for one in found if one.rank in mine and one.rank not in self._named]:
+        for one in stragglers.slow(attempts.now.with_others(mine), mine.keys() - self._named):
             self._name(one, self._workers[one.rank][0])
 
     def _steps(self, one: LiveWorker) -> Steps:

@@ -7,7 +7,8 @@ the others step by step, and judged by the median of those steps, so that neithe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 #: Parts of a step. ``data`` is all that is none of the others; a script without DDP has that and ``update``.
@@ -48,25 +49,28 @@ class Slow:
         )
 
 
-def slow(found: Mapping[int, Steps]) -> list[Slow]:
-    """Who is slow; empty before all ranks have made :data:`STEPS` steps. ``found``: by rank."""
+def slow(found: Mapping[int, Steps], whom: Collection[int]) -> list[Slow]:
+    """Who of ``whom`` is slow; empty before all ranks have made :data:`STEPS` steps. ``found``: by rank."""
     common = set.intersection(*(set(steps) for steps in found.values())) if len(found) > 1 else set()
     if len(common) < STEPS - 1:  # ranks are up to one step boundary apart
         return []
+    whole = {step: sorted(sum(steps[step]) for steps in found.values()) for step in common}
     slow = []
-    for rank, steps in sorted(found.items()):
-        own, others, factors = [], [], []
-        for step in common:
-            rest = statistics.median(sum(each[step]) for other, each in found.items() if other != rank)
-            own.append(sum(steps[step]))
-            others.append(rest)
-            factors.append(own[-1] / max(rest, 1e-9))
+    for rank in sorted(found.keys() & set(whom)):
+        own = [sum(found[rank][step]) for step in common]
+        others = [_median_without(mine, whole[step]) for mine, step in zip(own, common, strict=True)]
+        factor = statistics.median(mine / max(rest, 1e-9) for mine, rest in zip(own, others, strict=True))
         own_s, others_s = statistics.median(own), statistics.median(others)
-        if statistics.median(factors) >= FACTOR and own_s - others_s >= LEAST_S:
-            slow.append(
-                Slow(rank, own_s, others_s, statistics.median(factors), _part(rank, found, common), max(common))
-            )
+        if factor >= FACTOR and own_s - others_s >= LEAST_S:
+            slow.append(Slow(rank, own_s, others_s, factor, _part(rank, found, common), max(common)))
     return slow
+
+
+def _median_without(one: float, all_sorted: Sequence[float]) -> float:
+    """The median of the others: one of a thousand ranks does not go through all of them."""
+    place, rest = bisect_left(all_sorted, one), len(all_sorted) - 1
+    low, high = ((at if at < place else at + 1) for at in ((rest - 1) // 2, rest // 2))
+    return (all_sorted[low] + all_sorted[high]) / 2
 
 
 def _part(rank: int, found: Mapping[int, Steps], common: set[int]) -> str:
