@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dis
 import functools
 import logging
 import os
@@ -20,6 +21,7 @@ import torch
 from test_variables_here import both, steps
 from torch import nn
 
+from shared_core.worker.variables.kinds import attributes_stored
 from shared_core.worker.variables.variables import Variables
 
 CONTEXT, LOCAL = contextvars.ContextVar[int]("context"), threading.local()
@@ -369,3 +371,12 @@ def constant(again: bool) -> Any:
 def test_what_stays_as_it_is_is_not_refused() -> None:
     first, second, refused = both(constant)
     assert first == second and not refused
+
+
+def test_what_code_stores_is_what_its_disassembly_says() -> None:
+    found = [value.__code__ for value in vars(nn.Transformer).values() if isinstance(value, types.FunctionType)]
+    found += [value.__code__ for value in vars(nn.Module).values() if isinstance(value, types.FunctionType)]
+    stored = [[*attributes_stored(code)] for code in found]
+    assert any(stored)
+    for code, names in zip(found, stored, strict=True):
+        assert names == [one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"]

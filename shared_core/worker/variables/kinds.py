@@ -31,7 +31,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path
 from typing import Any
@@ -411,6 +411,9 @@ class OfItsClass:
         return made or str(name).startswith("_") or name in self._names
 
 
+_STORE = dis.opmap["STORE_ATTR"]
+
+
 @functools.cache
 def _stored_by(cls: type) -> frozenset[str]:
     found = {"step", "forward"}  # schedulers and Accelerate put others in their places
@@ -419,8 +422,18 @@ def _stored_by(cls: type) -> frozenset[str]:
         while codes:
             if isinstance(code := codes.pop(), types.CodeType):
                 codes += code.co_consts
-                found.update(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+                found.update(attributes_stored(code))
     return frozenset(found)
+
+
+def attributes_stored(code: types.CodeType) -> Iterator[str]:
+    """As :func:`dis.get_instructions` would tell, which takes 0.3 s for ``DistributedDataParallel`` alone."""
+    raw, more = code.co_code, 0
+    for op, low in zip(raw[::2], raw[1::2], strict=True) if _STORE in raw[::2] else ():
+        number = more | low
+        more = number << 8 if op == dis.EXTENDED_ARG else 0
+        if op == _STORE:
+            yield code.co_names[number]
 
 
 def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
