@@ -101,7 +101,7 @@ def test_a_hot_standby_takes_over(prepared: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 def test_a_copy_that_a_fork_has_changed_gives_way(jobs: Jobs) -> None:
-    """It has another value than was published. So had it random numbers, which Python seeds anew in each fork."""
+    """Its state differs from what was published, as Python's generator did, which is seeded again in each fork."""
     result = run(jobs, "plain_ddp.py", {"0:3": "1"}, args=["--norm", "--own"], failed=1)
     assert [event.fields["how"] for event in result.kinds("replacement_start")] == ["forked", "standby"], result.tail()
 

@@ -1,4 +1,4 @@
-"""Ranks of this machine that are slow for a reason of their own: named, and where that is asked for replaced."""
+"""Finds slow ranks on this machine, reports them, and with ``stragglers="replace"`` has them replaced."""
 
 from __future__ import annotations
 

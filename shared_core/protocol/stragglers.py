@@ -1,4 +1,4 @@
-"""Which ranks are slow for a reason of their own, from the time that each computes in its last steps. Pure.
+"""Which ranks compute more slowly than the others, from the times of their last steps. Pure.
 
 Waits for others are not in these times: who waits for a slow rank is not slow. A rank is compared with the median of
 the others step by step, and judged by the median of those steps, so that neither one slow step nor one odd rank counts.

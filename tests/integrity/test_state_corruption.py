@@ -103,9 +103,22 @@ def test_another_failure_while_it_is_healed(second: Fault, jobs: Jobs) -> None:
     jobs.check(TRAIN, nproc=4, faults=[FLIPS[0], second], env=EACH, args=ARGS, timeout_s=120)
 
 
-def test_what_cannot_be_compared_is_refused(jobs: Jobs) -> None:
-    result = jobs.run(TRAIN, env=EACH | {"SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE": "1"}, args=ARGS)
-    assert "Unsupported: state.verify_every compares replicas before" in result.stderr, result.tail()
+@pytest.mark.parametrize(
+    ("script", "args", "option", "why"),
+    [
+        (TRAIN, ARGS, {"SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE": "1"}, "with state.overlapped_update"),
+        ("zero.py", ["--stage", "2"], {}, "here each rank trains a part of the model"),
+        pytest.param("pipe.py", [], {}, "here each rank trains a part of the model", marks=pytest.mark.nightly),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    script: str, args: list[str], option: dict[str, str], why: str, jobs: Jobs
+) -> None:
+    result = jobs.run(script, nproc=4 if script == "pipe.py" else 2, env=EACH | option, args=args)
+    assert result.status == 1, result.tail()
+    assert f"Unsupported: state.verify_every compares replicas before their gradients are used, and {why}" in (
+        result.stderr
+    ), result.tail()
 
 
 @pytest.mark.nightly

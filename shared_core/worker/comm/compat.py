@@ -112,6 +112,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.nn:Module._forward_pre_hooks", "the same"),
     ("torch.nn:Module._backward_hooks", "the same"),
     ("torch.nn:Module._backward_pre_hooks", "the same"),
+    ("torch.nn.modules.module:_global_forward_hooks", "hooks of all modules, and what only they hold"),
+    ("torch.optim.optimizer:_global_optimizer_pre_hooks", "the same of optimizers"),
     ("torch.nn.modules.batchnorm:_NormBase", "statistics of one worker"),
     ("torch.nn.modules.batchnorm:_BatchNorm", "the same"),
     ("torch.optim:Optimizer.profile_hook_step(func)", "the step without its hooks is what it wraps"),

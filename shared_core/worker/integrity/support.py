@@ -17,16 +17,20 @@ def refuse(
     replicated: Replicated,
     summed: Collection[int],
     *,
+    whole: bool,
     operates: bool,
 ) -> None:
     """Raises Unsupported where replicas cannot be compared before their gradients are used.
 
     Args:
         summed: identities of the parameters whose gradients DDP sums.
+        whole: each rank trains the whole model.
         operates: the backend ``swift`` reduces them, and not one of torch's own.
     """
     why = ""
-    if not replicated.stepped() <= set(summed):
+    if not whole:
+        why = "here each rank trains a part of the model"
+    elif not replicated.stepped() <= set(summed):
         why = "an optimizer steps parameters that DistributedDataParallel does not keep alike on all ranks"
     elif any(ddp.static_graph for ddp in modules):
         why = "DistributedDataParallel with static_graph=True reduces gradients later than others"

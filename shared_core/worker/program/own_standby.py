@@ -73,7 +73,7 @@ class OwnStandby:
         if config.checkpoint.dir is not None or config.resizes:
             why = "it makes checkpoints, or the number of workers may change"
         elif process.children():
-            why = "it has processes of its own"
+            why = "it has child processes"
         if why := why or why_not(config, self._look(time.time() - process.begun(), os.getppid())):
             self._tell(f"a worker that leaves makes no copy of itself: {why}")
         return not why

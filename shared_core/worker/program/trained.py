@@ -125,9 +125,9 @@ class Trained:
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
-        if self._config.state.verify_every and optimizers and self._runtime.world_size > 1:
-            operates = self._runtime.operates
-            support.refuse(self._config, self._buckets.modules, replicated, summed, operates=operates)
+        if self._config.state.verify_every and self._runtime.world_size > 1:
+            operates, whole = self._runtime.operates, alike and not divided
+            support.refuse(self._config, self._buckets.modules, replicated, summed, whole=whole, operates=operates)
         self._unoptimized = UnoptimizedParameters(replicated, summed)
         # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
         # A shard is published with all that was changed.

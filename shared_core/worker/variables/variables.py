@@ -70,7 +70,7 @@ _SOURCES = 16
 
 _STALE = (
     "rank {0}: the expression at {2} has read `{1}` before it asks for a batch, and in the replacement that was "
-    "another value. Take the batch in a statement of its own, before that expression"
+    "another value. Fetch the batch in a separate statement before that expression"
 )
 
 #: Whose variables a worker puts back: those of its failed worker; those in a checkpoint of an earlier start of the
