@@ -21,8 +21,6 @@ AGREED, REFUSED = b"A", b"R"
 EXIT_LEFT = 77
 #: File in a rank's folder that holds the pid of the worker that is to leave.
 FILE = "leave"
-#: A rank that stands for all of its machine.
-ALL = -1
 
 
 @dataclass(frozen=True)
