@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import defaultdict
@@ -251,7 +252,11 @@ def simulate(kills: dict[tuple[int, int], int]) -> Network:
 def test_any_failures_change_no_bit(seeds: range) -> None:
     value, outcomes = simulate({}).results[0]
     failed = admit = some_admitted = 0
-    for seed in seeds:
+    for seed in itertools.count(seeds.start):
+        # That only some of several are admitted at once depends on threads: in 2 to 4 of a hundred.
+        if seed >= seeds.stop and some_admitted:
+            break
+        assert seed < seeds.stop + 1000, "some only were never admitted"
         draw = random.Random(seed)
         kills = {(draw.randrange(WORLD), 0): draw.randint(1, 90) for _ in range(draw.randint(1, WORLD))}
         kills |= {(rank, 1): draw.randint(1, 60) for rank, _ in list(kills) if draw.random() < 0.4}
@@ -263,7 +268,7 @@ def test_any_failures_change_no_bit(seeds: range) -> None:
             continue
         for rank, (found, seen) in network.results.items():
             assert torch.equal(found, value) and seen == outcomes, f"rank {rank}, kills {kills}"
-    assert failed > len(seeds) // 2 and admit > len(seeds) // 4 and some_admitted > 0
+    assert failed > len(seeds) // 2 and admit > len(seeds) // 4
 
 
 def test_hosts_share_the_load() -> None:
