@@ -20,7 +20,7 @@ from accelerate_swift.state import AccelerateRunState
 from accelerate_swift.steps import Steps
 from accelerate_swift.watch import Watch
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, pipeline
-from shared_core.adapters import launched_by_swiftrun
+from shared_core.adapters import launched_by_swiftrun, under_plain_torchrun
 from shared_core.checkpoint import absolute
 from shared_core.config import full_names
 from shared_core.errors import ConfigError, Unsupported
@@ -93,6 +93,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._steps = Steps()
         #: What is trained; shared with the ``Accelerator`` and its loaders.
         self.watch = Watch()
+        if self.config.checkpoint.dir is not None and under_plain_torchrun() and enabled():
+            self.hand_over()  # here for the same reason
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -6,6 +6,7 @@ import os
 
 import lightning.pytorch as pl
 
+from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.compat import trainer_under_construction
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.launching import LaunchingStrategy
@@ -58,13 +59,13 @@ def callbacks_from_environment() -> list[pl.Callback]:
     """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``, asked while a Trainer
     is built.
 
-    ``SWIFT_RECOVERY=1`` enables recovery, and a :class:`SwiftCallback` that the Trainer was given takes over
-    its strategy.
+    ``SWIFT_RECOVERY=1`` enables recovery, and a :class:`SwiftCallback` or :class:`SwiftCheckpoint` that the Trainer was
+    given takes over its strategy.
     """
     trainer = trainer_under_construction()
     if trainer is None:
         return []
-    if any(isinstance(callback, SwiftCallback) for callback in getattr(trainer, "callbacks", ())):
+    if any(isinstance(callback, SwiftCallback | SwiftCheckpoint) for callback in getattr(trainer, "callbacks", ())):
         if type(trainer.strategy) in [kind.stock for kind in _KINDS]:
             _adopt(trainer)
         return []

@@ -23,9 +23,10 @@ from shared_core.errors import ConfigError
 class SwiftCheckpoint(pl.Callback):
     """Makes checkpoints of the job while it trains, at the moments that pay; started again, the script continues there.
 
-    ``Trainer(strategy="swift_ddp", callbacks=[SwiftCheckpoint("checkpoints")])``: when the whole job is gone (killed,
-    machine rebooted, end of the time limit), start the same command again. It continues in the middle of the epoch, bit
-    for bit, unless its last start had come to its proper end. ``ModelCheckpoint`` beside it does what it always does.
+    ``Trainer(strategy="ddp", callbacks=[SwiftCheckpoint("checkpoints")])``: when the whole job is gone (killed,
+    machine rebooted, end of the time limit), start the same command again, with ``python``, ``torchrun`` (on one
+    machine) or ``swiftrun``. It continues in the middle of the epoch, bit for bit, unless its last start had come to
+    its proper end. ``ModelCheckpoint`` beside it does what it always does.
 
     Args:
         dirpath: folder or fsspec URL of the checkpoints.
@@ -180,10 +181,10 @@ def _why_not(trainer: pl.Trainer) -> str:
     name = type(trainer.strategy).__name__
     if not hasattr(trainer.strategy, "hand_over"):
         return (
-            f"SwiftCheckpoint makes no checkpoints with {name}: choose Trainer(strategy='swift_ddp') or "
-            "'swift_deepspeed_pipeline', or leave it out and use ModelCheckpoint"
+            f"SwiftCheckpoint makes no checkpoints with {name}: choose Trainer(strategy='ddp'), also for one device, "
+            "or 'swift_deepspeed_pipeline', or leave it out and use ModelCheckpoint"
         )
     return (
         "SwiftCheckpoint makes no checkpoints, because these workers were not started by swiftrun: start the script "
-        "with swiftrun in place of torchrun or srun, or as python SCRIPT"
+        "with swiftrun in place of srun, or of torchrun on several machines, or as python SCRIPT"
     )

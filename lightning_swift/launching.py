@@ -17,7 +17,13 @@ from lightning_swift.private_names import NAMES, TESTED
 from lightning_swift.recovering import RecoveringStrategy
 from lightning_swift.support import refuse_strategy
 from shared_core import Job, SwiftConfig, install
-from shared_core.adapters import hand_over, launched_by_swiftrun, under_plain_torchrun, warn_plain_torchrun_once
+from shared_core.adapters import (
+    hand_over,
+    launched_by_swiftrun,
+    leave_torchrun,
+    under_plain_torchrun,
+    warn_plain_torchrun_once,
+)
 from shared_core.config import full_names
 from shared_core.devices import check as check_device
 from shared_core.trackers import prepare
@@ -30,7 +36,8 @@ class LaunchingStrategy(RecoveringStrategy):
     """The part of a strategy that is at work before anything is trained.
 
     With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain ``torchrun``
-    it trains as :attr:`stock` does and says that survivors cannot be kept alive.
+    it does so where checkpoints are asked for, on one machine; else it trains as :attr:`stock` does and says that
+    survivors cannot be kept alive.
 
     Attributes:
         stock: Lightning's own class, whose objects :meth:`adopt` takes over.
@@ -77,11 +84,11 @@ class LaunchingStrategy(RecoveringStrategy):
         if self.job is not None:
             self._launcher = SwiftLauncher(self)
             return
-        warn_plain_torchrun_once()
         super()._configure_launcher()
         if self.hands_over:
             self.hand_over()
-        elif self.num_processes > 1 and not under_plain_torchrun():
+        warn_plain_torchrun_once()
+        if self.num_processes > 1 and not under_plain_torchrun():
             rank_zero_warn(
                 f"the workers were started through {type(self.cluster_environment).__name__}, which cannot replace one "
                 "that fails: survivors cannot be kept alive. Start the script with swiftrun"
@@ -100,16 +107,22 @@ class LaunchingStrategy(RecoveringStrategy):
 
     @property
     def hands_over(self) -> bool:
-        """Whether nobody has started workers yet, so that ``swiftrun`` must: several, or one with checkpoints."""
+        """Whether ``swiftrun`` must start the workers: nobody has, and there are several, or one with checkpoints; or
+        ``torchrun`` has, which makes no checkpoints.
+        """
         assert self.cluster_environment is not None
-        external = self.cluster_environment.creates_processes_externally
+        if self.job is not None or under_plain_torchrun():
+            return self.job is None and self._saves
         needed = self.num_processes > 1 or self._saves
-        return self.job is None and needed and not external and not under_plain_torchrun()
+        return needed and not self.cluster_environment.creates_processes_externally
 
     def hand_over(self) -> None:
-        """Become ``swiftrun`` with the running script. Does not return."""
+        """Become ``swiftrun`` with the running script. Returns only under ``torchrun`` on several machines."""
         self._check_device((self.parallel_devices or [torch.device("cpu")])[0])
-        hand_over(self.num_processes, self._standbys, self._options)
+        if under_plain_torchrun():
+            leave_torchrun(self._standbys, self._options)
+        else:
+            hand_over(self.num_processes, self._standbys, self._options)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 

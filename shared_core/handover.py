@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from shared_core.config import variable_of
@@ -52,6 +56,55 @@ def warn_plain_torchrun_once() -> None:
         )
 
 
+def leave_torchrun(standbys: int, options: Mapping[str, Any]) -> None:
+    """Under plain ``torchrun`` on one machine: the worker of local rank 0 becomes ``swiftrun`` with as many workers,
+    and the others wait and end when it does. Returns only where there are several machines, which share no secret.
+
+    ``torchrun`` sees the end of ``swiftrun`` as that of a worker: it fails with it, starts it again as often as it was
+    told, and its SIGTERM makes a last checkpoint. If ``torchrun`` is killed, ``swiftrun`` is told to end.
+
+    Args:
+        standbys: see :func:`hand_over`.
+        options: see there.
+
+    Raises:
+        SwiftError: where a script cannot be started again, see :func:`hand_over`.
+    """
+    if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
+        return
+    workers = int(os.environ["LOCAL_WORLD_SIZE"])
+    if int(os.environ["LOCAL_RANK"]) > 0:
+        launcher = int(_store_of_torchrun().get(_LAUNCHER))
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(launcher)], [], [])
+        os._exit(0)  # if it failed, torchrun has seen that
+    if workers > 1:
+        _store_of_torchrun().set(_LAUNCHER, str(os.getpid()))
+    console("started by torchrun: continuing under swiftrun, which makes checkpoints and can replace a failed worker")
+    process.die_with_parent(os.getppid(), signal.SIGTERM)
+    for name in [each for each in os.environ if each.startswith("TORCHELASTIC_") or each in _TORCHRUN]:
+        del os.environ[name]
+    hand_over(workers, standbys, options)
+
+
+#: Key of the process id of ``swiftrun`` in torchrun's store.
+_LAUNCHER = "launcher"
+#: What torchrun tells its workers.
+_TORCHRUN = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
+    "MASTER_ADDR MASTER_PORT".split()
+)
+
+
+def _store_of_torchrun() -> Any:
+    """The part of its agent's store that this start of the workers uses."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    where, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(where, port, is_master=False, timeout=timedelta(seconds=60))
+    return PrefixStore(f"swift-recovery/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+
+
 def srun_tasks() -> int:
     """Tasks that ``srun`` has started of what this process belongs to; 1 outside ``srun``, as in a batch script."""
     return whole_of_environment("SLURM_STEP_NUM_TASKS", 1)
@@ -81,10 +134,15 @@ def say_alone_once(also: str = "") -> None:
     global _warned
     processes = sys.modules.get("multiprocessing")
     child = processes is not None and processes.parent_process() is not None
-    if _warned or child or srun_tasks() > 1 or worker_env.launched() or not _STARTED.isdisjoint(os.environ):
+    if _warned or child or not started_alone():
         return
     _warned = True
     console(f"one process: nothing to recover from; start with swiftrun --nproc-per-node N SCRIPT{also}")
+
+
+def started_alone() -> bool:
+    """Whether no launcher has started this process as one of several."""
+    return srun_tasks() == 1 and not worker_env.launched() and _STARTED.isdisjoint(os.environ)
 
 
 #: Variables of which one is set where a launcher has started several processes: torchrun and its like, or MPI.

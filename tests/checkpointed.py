@@ -108,10 +108,8 @@ class Running:
             time.sleep(0.002)
 
     def kill(self) -> None:
-        """SIGKILL to the whole job, in one go: agent, workers, standbys and the writer."""
-        for pid in reversed(descendants(self.pid)):  # the agent last, or its children would be told
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """SIGKILL to the whole job: agent, workers, standbys and the writer."""
+        kill_all(self.pid)
 
     def end(self, timeout_s: float = 60.0) -> JobResult:
         """Wait for its end."""
@@ -164,6 +162,13 @@ def finished(job: Running) -> JobResult:
     check_clean(result)
     assert result.status == 0, result.tail()
     return result
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL to a process and all that come from it, in one go."""
+    for each in reversed(descendants(pid)):  # an agent last, or its children would be told
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

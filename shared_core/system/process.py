@@ -50,9 +50,9 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process when its parent dies; False if ``parent`` is not the parent."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, sig: signal.Signals = signal.SIGKILL) -> bool:
+    """Have the kernel send this process a signal when its parent dies; False if ``parent`` is not the parent."""
+    _prctl(_PR_SET_PDEATHSIG, sig)
     return os.getppid() == parent
 
 
