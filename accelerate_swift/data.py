@@ -84,11 +84,11 @@ class BatchGate:
         if not watch.training or not torch.is_grad_enabled():
             return islice(self._tracked.loader, self._skip, None) if self._skip else iter(self._tracked.loader)
         if progress.nested or watch.fetching is not None:
-            return _Inner(self._tracked, self._skip)
+            return _Inner(watch, self._tracked, self._skip)
         watch.begin_training()
         if not progress.begin_round():
             return iter(())
-        boundaries = _Boundaries(watch, _Inner(self._tracked, self._skip))
+        boundaries = _Boundaries(watch, _Inner(watch, self._tracked, self._skip))
         progress.activate(boundaries)
         progress.walk(boundaries)
         return boundaries
@@ -98,7 +98,7 @@ class _Bare(BatchGate):
     """A training loader that nobody has prepared: it is asked for its iterator before anything is fetched."""
 
     def __iter__(self) -> Iterator[Any]:
-        return _Inner(self._tracked, 0)
+        return _Inner(self._watch, self._tracked, 0)
 
 
 class _Synchronized(list[Any]):
@@ -122,8 +122,8 @@ def _itself(loader: Any) -> Any:
 class _Inner(Iterator[Any]):
     """Iterates a loader, from a failed worker's place if it had begun this pass; no step boundaries."""
 
-    def __init__(self, tracked: TrackedLoader, skip: int) -> None:
-        self._tracked, self._skip = tracked, skip
+    def __init__(self, watch: Watch, tracked: TrackedLoader, skip: int) -> None:
+        self._watch, self._tracked, self._skip = watch, tracked, skip
         self._position = iter(tracked.loader)
 
     @property
@@ -140,6 +140,7 @@ class _Inner(Iterator[Any]):
         if self._tracked.continues:
             self._skip = 0
             ahead = self._tracked.resume(self._position)
+            self._watch.progress.reread()
             return ahead[-1] if ahead else next(self._position)
         return self.next_here()
 

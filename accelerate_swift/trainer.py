@@ -179,17 +179,18 @@ class SwiftTrainer(transformers.Trainer):
         if job is None:
             samples: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
             return samples
-        if not self._swift_ended:
-            watch.begin_training()
-            if self.args.load_best_model_at_end and self.state.global_step + _LAST >= self.state.max_steps:
-                job.keep_boundaries()  # the best model takes the place of the last one
-            job.step_boundary()
-        watch.fetching = True
-        try:
-            samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-            job.variables.check_data()
-        finally:
-            watch.fetching = False
+        with job.variables.held(data=False):
+            if not self._swift_ended:
+                watch.begin_training()
+                if self.args.load_best_model_at_end and self.state.global_step + _LAST >= self.state.max_steps:
+                    job.keep_boundaries()  # the best model takes the place of the last one
+                job.step_boundary()
+            watch.fetching = True
+            try:
+                samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+            finally:
+                watch.fetching = False
+        job.variables.check_data()
         self._swift_batches += len(samples[0])
         at_end = self.accelerator.gradient_state.end_of_dataloader
         self._swift_ended = at_end or len(samples[0]) < num_batches

@@ -190,7 +190,9 @@ class RecoveringStrategy(CollectiveStrategy):
             if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             epoch = self._trainer.current_epoch if self._trainer is not None else None
-            if self.job.step_boundary(accumulating=accumulating, epoch=epoch):
+            with self.job.variables.held(data=False):
+                joined = self.job.step_boundary(accumulating=accumulating, epoch=epoch)
+            if joined:
                 self.job.variables.check_data()
                 self._log_recovery({})
 

@@ -417,6 +417,11 @@ class LoopProgress:
         assert self.job is not None
         return self.job.variables.held()
 
+    def reread(self) -> None:
+        """What was read before the boundary was read again; see :meth:`Variables.put_held_back`."""
+        assert self.job is not None
+        self.job.variables.put_held_back()
+
     def step_boundary(self) -> bool:
         """A batch begins; True if this replacement has just joined."""
         assert self.job is not None

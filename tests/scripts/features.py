@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_parts import OUT, DigestOf, Digits, Net, checkpoints, loader
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from tests.support.digest import digest
 from tests.support.jobs.common import strategy_and_callbacks
@@ -377,12 +377,21 @@ def _raised(
     return digests(trainer, module)
 
 
+#: What the ``collate_fn`` of a loader has seen.
+DRAWN: list[float] = []
+
+
+def _drawing(items: list[Any]) -> Any:
+    DRAWN.append(float(items[0][0].sum()))
+    return default_collate(items)
+
+
 def _remembered(
     trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
 ) -> dict[str, str]:
     trainer.fit(module, **data)
     logger: Any = trainer.logger
-    return digests(trainer, module) | {"rows": repr(logger.rows)}
+    return digests(trainer, module) | {"rows": repr(logger.rows), "drawn": repr(DRAWN)}
 
 
 def _calls(
@@ -580,7 +589,12 @@ FEATURES: dict[str, Feature] = {
         run=_averaged,
     ),
     "own_scheduler": Feature(module=Warm),
-    "own_logger": Feature(module=Sums, trainer=lambda: {"max_epochs": 2, "logger": InMemory()}, run=_remembered),
+    "own_logger": Feature(
+        module=Sums,
+        data=lambda: {"train_dataloaders": loader(collate_fn=_drawing)},
+        trainer=lambda: {"max_epochs": 2, "logger": InMemory()},
+        run=_remembered,
+    ),
     "raised": Feature(module=Raising, run=_raised),
     "saves_between_updates": Feature(
         module=Saving,

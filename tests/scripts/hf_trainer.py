@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from standstill import stand_still
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from tests.support.digest import training_digest
 from tests.support.report import OUT, Report, generators_digest
@@ -157,7 +164,14 @@ def main() -> None:
     average = Average(model)
     callbacks = [counting, average] if args.average else [counting]
     data = Stream(Bytes(72)) if args.stream else Bytes(72)
-    trainer = kind(model, arguments, train_dataset=data, eval_dataset=Bytes(20), callbacks=callbacks)
+    drawn: list[int] = []
+
+    def collate(items: list[Any]) -> Any:
+        drawn.append(int(items[0]["input_ids"].sum()))
+        return default_data_collator(items)
+
+    more = {"data_collator": collate} if args.own else {}
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=Bytes(20), callbacks=callbacks, **more)
     if args.average:
         trainer.accelerator.register_for_checkpointing(average.model)
     if args.evaluate_first:
@@ -175,7 +189,7 @@ def main() -> None:
     history = [
         {k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in trainer.state.log_history
     ]
-    extra = {"history": history, "falls": counting.falls, "step": trainer.state.global_step}
+    extra = {"history": history, "falls": counting.falls, "step": trainer.state.global_step, "drawn": drawn}
     inner = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     digests = training_digest([inner, average.model], [trainer.optimizer.optimizer], [trainer.lr_scheduler], extra)
     began = ended - speed["train_runtime"]

@@ -516,13 +516,23 @@ class Variables:
         )
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """:meth:`put_back` inside takes effect at the end: batches are read again with the script's first values."""
-        self._holds = self._writer.data = True
+    def held(self, *, data: bool = True) -> Iterator[None]:
+        """:meth:`put_back` inside takes effect at the end: batches are read again with the script's first values, and
+        what reading them changes is as in the process that this one continues.
+
+        Args:
+            data: so are data sets and samplers; without it they stay as reading has left them.
+        """
+        self._holds = True
+        self._writer.data = self._writer.data or data
         try:
             yield
         finally:
             self._holds = False
+        self.put_held_back()
+
+    def put_held_back(self) -> None:
+        """Inside :meth:`held`, all is read again that was read before the boundary: put back what waits for that."""
         if self._held is not None:
             (stored, origin), self._held = self._held, None
             self._put_back(stored, origin, boundary=True)
