@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+
+from shared_core.errors import Unsupported
 
 #: So many items of each data set are looked at.
 _LOOKED_AT = 16
@@ -85,6 +87,45 @@ def summed(item: Any, before: int) -> int:
         for each in item:
             found = summed(each, found)
     return found
+
+
+def published(item: Any) -> tuple[str, Any]:
+    """An item, where it is plain data, else its checksum. Tensors and arrays are not copied."""
+    return ("item", item) if _is_plain(item) else ("sum", summed(item, 0))
+
+
+def _is_plain(item: Any) -> bool:
+    if type(item) in (list, tuple):
+        return all(map(_is_plain, item))
+    if type(item) is dict:
+        return all(type(key) in (str, int) and _is_plain(value) for key, value in item.items())
+    if type(item) is torch.Tensor:
+        return item.is_cpu and item.layout is torch.strided and not item.requires_grad
+    return type(item) is np.ndarray and item.dtype != object or item is None or type(item) in (bool, int, float, str)
+
+
+def as_published(hand: Sequence[tuple[str, Any]], again: Iterable[Any], rank: int) -> list[Any]:
+    """The items that a failed worker had fetched ahead of their use: its own, where they were :func:`published`.
+
+    Args:
+        hand: the newest of them, as published; empty where reading them again gives the same.
+        again: the items, read again.
+
+    Raises:
+        Unsupported: an item that was published as a checksum is another one when it is read again.
+    """
+    items = list(again)
+    for number, (kind, value) in enumerate(hand[-len(items) :] if items else (), max(0, len(items) - len(hand))):
+        if kind == "item":
+            items[number] = value
+        elif summed(items[number], 0) != value:
+            raise Unsupported(
+                f"rank {rank}: a {type(items[number]).__name__} that the failed worker had fetched ahead of its use is "
+                "another one when it is read again: reading changes what it depends on, such as a generator or a "
+                "counter of the script. Keep that in the data set, or give batches as tensors in lists, tuples and "
+                "dictionaries (docs/loops.md)"
+            )
+    return items
 
 
 def _of_tensor(tensor: torch.Tensor, before: int) -> int:

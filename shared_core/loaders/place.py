@@ -137,7 +137,7 @@ def needed(records: Sequence[ReadingRecord], *, workers: int) -> list[tuple[Read
 def of_a_peer(state: Mapping[str, Any]) -> dict[str, Any]:
     """As :func:`as_copy`, for a loader whose place in the data is kept by another worker."""
     owned = {**state["owned"], "scalars": state["moved"]}
-    return {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
+    return {**state, "owned": owned, "iterations": [], "recent": [], "hand": [], "live": False}
 
 
 def draws_otherwise(record: ReadingRecord, rank: int) -> str:
@@ -193,4 +193,5 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
         for each in state["iterations"]
     ]
     recent = [{**each, "owned": moved(each["owned"]), "where": None} for each in state["recent"]]
-    return {**state, "owned": moved(state["owned"]), "iterations": iterations, "recent": recent, "where": None}
+    kept = {"owned": moved(state["owned"]), "iterations": iterations, "recent": recent, "hand": [], "where": None}
+    return {**state, **kept}

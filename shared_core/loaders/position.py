@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_core.loaders.contents import summed
+from shared_core.loaders.contents import published, summed
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing
 from shared_core.loaders.place import ReadingRecord
@@ -48,6 +48,7 @@ class Position(Iterator[Any]):
         self._latest: RawRandom | None = None
         self._drawing: Drawing | None = None
         self._recent: deque[_Mark] = deque(maxlen=max(ahead, 1))
+        self._hand: deque[Any] = deque(maxlen=max(ahead, 1))
         self._told: deque[Note] = deque()  # what loader workers have told with the last batches
         self.last_items: list[Any] = []
         if not lazy:
@@ -90,6 +91,8 @@ class Position(Iterator[Any]):
         if record.items_sum is not None:
             record.items_sum = summed(item, record.items_sum)
         record.delivered += 1
+        if self._ahead and engine.in_process:
+            self._hand.append(item)
         if self._drawing is not None:
             record.indices_sum = self._drawing.sum_at(record.delivered)
         if self._keep:
@@ -101,10 +104,20 @@ class Position(Iterator[Any]):
         self._ahead = ahead
         if self._recent.maxlen != max(ahead, 1):
             self._recent = deque(self._recent, maxlen=max(ahead, 1))
+            self._hand = deque(self._hand, maxlen=max(ahead, 1))
 
     def plain_recent(self) -> list[dict[str, Any]]:
         """State of this process before each of the items that may not have been used, as plain data."""
         return [mark.pack() for mark in self._recent] if self._ahead else []
+
+    def plain_hand(self) -> list[Any]:
+        """Items that may not have been used, as :func:`published`, where reading them again may give others: reading
+        changes what cannot be put back, which the script may have changed too.
+        """
+        record = self.record
+        if not self._ahead or self._engine.kind is not LoaderKind.RESTORE or record.rereads == {}:
+            return []
+        return [published(item) for item in self._hand]
 
     def up_to_date(self) -> ReadingRecord:
         """The record, with what is not noted at each fetch."""
@@ -137,6 +150,7 @@ class Position(Iterator[Any]):
         """
         self._told, self._latest = deque(told), None  # what was seen before tells nothing of generators that were set
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
+        self._hand.extend(items if self._ahead else ())
         self._log.notes = record.fetches
         if drawing is not None:
             record.draws = drawing.draws

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shared_core.errors import Unsupported
+from shared_core.loaders.contents import as_published
 from shared_core.loaders.engine import Engine, LoaderKind, Orders
 from shared_core.loaders.owned import changes
 from shared_core.loaders.place import ReadingRecord, as_copy
@@ -165,6 +166,7 @@ class ResumableLoader:
             "live": found is not None,
             "iterations": [each.plain() for each in records],
             "recent": found.plain_recent() if found is not None else [],
+            "hand": found.plain_hand() if found is not None else [],
             "owned": owned,
             "where": engine.where() if engine.kind is LoaderKind.RESTORE else None,
             "built": self._swift_built if self._swift_copied else {},
@@ -202,7 +204,7 @@ class ResumableLoader:
             return
         reached = replay(engine, state, taken, items)
         if found is not None and reached is not None and state["live"]:
-            found.take_up(*reached, list(items))
+            found.take_up(*reached, as_published(state.get("hand", ()), items, engine.place[1]))
         elif found is not None:
             found.end()
         engine.finish(state)
