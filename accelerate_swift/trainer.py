@@ -179,7 +179,7 @@ class SwiftTrainer(transformers.Trainer):
         if job is None:
             samples: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
             return samples
-        with job.variables.held(data=False):
+        with job.variables.held(at_once=True):
             if not self._swift_ended:
                 watch.begin_training()
                 if self.args.load_best_model_at_end and self.state.global_step + _LAST >= self.state.max_steps:

@@ -190,7 +190,7 @@ class RecoveringStrategy(CollectiveStrategy):
             if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             epoch = self._trainer.current_epoch if self._trainer is not None else None
-            with self.job.variables.held(data=False):
+            with self.job.variables.held(at_once=True):
                 joined = self.job.step_boundary(accumulating=accumulating, epoch=epoch)
             if joined:
                 self.job.variables.check_data()

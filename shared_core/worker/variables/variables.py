@@ -178,7 +178,7 @@ class Variables:
         #: Parameters and buffers among these, and what ``id()`` is for all of them.
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._identities = b""
-        self._holds = False
+        self._holds = self._at_once = False
         self._held: tuple[dict[str, Any], Origin] | None = None
         self._untold = _Untold(None, "same")
         self._dear, self._dark = 0, (0, 0)
@@ -482,8 +482,9 @@ class Variables:
             self._of_data = stored.get("data", {}), origin
         if self._holds and boundary:
             self._held = stored, origin
-        else:
-            self._put_back(stored, origin, boundary)
+            if not self._at_once:
+                return
+        self._put_back(stored, origin, boundary)
 
     def _put_back(self, stored: dict[str, Any], origin: Origin, boundary: bool) -> None:
         try:
@@ -516,15 +517,16 @@ class Variables:
         )
 
     @contextmanager
-    def held(self, *, data: bool = True) -> Iterator[None]:
-        """:meth:`put_back` inside takes effect at the end: batches are read again with the script's first values, and
-        what reading them changes is as in the process that this one continues.
+    def held(self, *, at_once: bool = False) -> Iterator[None]:
+        """:meth:`put_back` inside takes effect at the end: what reading batches again changes is then as in the process
+        that this one continues.
 
         Args:
-            data: so are data sets and samplers; without it they stay as reading has left them.
+            at_once: it takes effect at once, too, so that the rest of the pass is read with those values and not with
+                the script's first ones. Data sets and samplers then stay as reading has left them.
         """
-        self._holds = True
-        self._writer.data = self._writer.data or data
+        self._holds, self._at_once = True, at_once
+        self._writer.data = self._writer.data or not at_once
         try:
             yield
         finally:
