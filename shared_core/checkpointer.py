@@ -41,8 +41,7 @@ from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.kinds import whole_of_environment
 from shared_core.launcher.persisting import Persisting
-from shared_core.loop import TrainingLoop
-from shared_core.loop_progress import LoopProgress
+from shared_core.loop import LoopProgress, TrainingLoop
 from shared_core.protocol.codec import Count, decode, text
 from shared_core.sharing import SharedStep
 from shared_core.system.jobdir import JobDir
@@ -52,10 +51,9 @@ from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntr
 from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.recovery_line import DESCRIPTION, NAMES
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.change_detection import ChangeWatch
+from shared_core.worker.state.external_mutation import ChangeWatch, UnoptimizedParameters
 from shared_core.worker.state.local_state import Capture, Restore, StateParts
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unoptimized import UnoptimizedParameters
 
 #: File of parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"

@@ -25,7 +25,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
-from shared_core.worker.state.orders import StateOrders
+from shared_core.worker.state.publications import StateOrders
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.wiring import WorkerRuntime
 

@@ -12,7 +12,7 @@ from shared_core.errors import WaitTimeout, told
 from shared_core.events import console
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.link import JobStore
 from shared_core.worker.start import hot_standby
 
 #: Exit code of a replacement whose place, or state, a further failure made useless; the agent starts another.

@@ -27,20 +27,23 @@ from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
 from shared_core.worker.fatal_actions import FatalActions
-from shared_core.worker.integrity.state_check import StateCheck
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.integrity import StateCheck
+from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.mirror import Mirror
-from shared_core.worker.program.boundary_state import BoundaryState
+from shared_core.worker.program.boundaries import (
+    BoundaryState,
+    Checkpointing,
+    Joining,
+    LeavingPublisher,
+    Publishing,
+    StepBoundaries,
+)
 from shared_core.worker.program.entries import Entries
-from shared_core.worker.program.joining import Joining
-from shared_core.worker.program.leaving import LeavingPublisher
 from shared_core.worker.program.notes import Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
-from shared_core.worker.program.publishing import Checkpointing, Publishing
-from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.step_clock import DATA, UPDATE, StepClock
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
@@ -53,16 +56,15 @@ from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Commits, Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.recovery.spare import Spare
-from shared_core.worker.recovery.start_point import WorkerStart
+from shared_core.worker.recovery.start_point import Spare, WorkerStart
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.compiled import Compiled
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
-from shared_core.worker.state.overflow import overflow
 from shared_core.worker.state.overlapped import Overlapped
+from shared_core.worker.state.publication_file import overflow
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.shared_images import SharedImages
 from shared_core.worker.state.updates import Updates
@@ -77,7 +79,7 @@ class WorkerRuntime:
             env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
         )
         log, store, relay = DiskLog(env), JobStore(env), _Relay(self)
-        self.log, self.store = log, store
+        self.store = store
         runtime = self.runtime = Runtime(env, relay, log, _marks(env))
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
@@ -197,7 +199,7 @@ class WorkerRuntime:
 class _Relay:
     """Passes calls from below on to parts that are made after the caller: it is the
     :class:`~shared_core.worker.comm.listener.OperationListener` of the groups, and the
-    :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations.
+    :class:`~shared_core.worker.recovery.recovery.RecoveryListener` of the forming of generations.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
@@ -306,9 +308,6 @@ class _Relay:
 
     def saved_boundaries(self) -> list[StepBoundary]:
         return self._worker.start.checkpoints.own.boundaries()
-
-    def together(self) -> tuple[int, ...]:
-        return self._worker.log.together
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:

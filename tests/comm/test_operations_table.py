@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from shared_core.worker.comm import group as group_module
-from shared_core.worker.comm.group import SwiftProcessGroup
-from shared_core.worker.comm.group_identity import GroupIdentity
+from shared_core.worker.comm.group import GroupIdentity, SwiftProcessGroup
 from tests.support.runner import ROOT
 
 PAGE = (ROOT / "docs" / "design" / "operations.md").read_text(encoding="utf-8")

@@ -12,11 +12,10 @@ from shared_core.errors import CorruptFile, RecoveryFailed, Unsupported
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.plan import decide
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.change_detection import ChangeWatch
+from shared_core.worker.state.external_mutation import ChangeWatch, UnoptimizedParameters
 from shared_core.worker.state.publication_file import is_blank
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.updates import Updates
 
 

@@ -43,8 +43,7 @@ from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
 from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.state.publications import SharedMemoryPublisher
-from shared_core.worker.state.records import plain
+from shared_core.worker.state.publications import SharedMemoryPublisher, plain
 from shared_core.worker.state.replicated import VALUE, Replicated
 from shared_core.worker.state.updates import Updates
 

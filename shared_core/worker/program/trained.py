@@ -22,21 +22,20 @@ from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
-from shared_core.worker.integrity import flips, support
+from shared_core.worker.integrity import flip, refuse_comparing
 from shared_core.worker.program.step_clock import BACKWARD, DATA, FORWARD, StepClock
 from shared_core.worker.sharded.own import Owner, OwnState
 from shared_core.worker.sharded.shard import SHARD, TrainedShard
 from shared_core.worker.sharded.support import refuse, sharded_modules
-from shared_core.worker.state.attached import Attached
+from shared_core.worker.state.attached import LAYERS_OFF, Attached, Layers
 from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.external_mutation import UnoptimizedParameters
 from shared_core.worker.state.forward_pass import ForwardRecorder
-from shared_core.worker.state.layers import LAYERS_OFF, Layers
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import StateParts
 from shared_core.worker.state.overlapped import Overlapped, check
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.updates import Updates
 
 
@@ -127,7 +126,7 @@ class Trained:
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         if self._config.state.verify_every and self._runtime.world_size > 1:
             operates, whole = self._runtime.operates, alike and not divided
-            support.refuse(self._config, self._buckets.modules, replicated, summed, whole=whole, operates=operates)
+            refuse_comparing(self._config, self._buckets.modules, replicated, summed, whole=whole, operates=operates)
         self._unoptimized = UnoptimizedParameters(replicated, summed)
         # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
         # A shard is published with all that was changed.
@@ -156,7 +155,7 @@ class Trained:
         self._register(Attached(modules, replicated, alike=alike), whole=alike and not divided)
         self._parts.variables.attach(modules, optimizers)
         if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
-            inject.flips_by(partial(flips.flip, replicated))
+            inject.flips_by(partial(flip, replicated))
             self._handles.append(modules[0].register_forward_hook(_inject))
 
     @out_of_graphs

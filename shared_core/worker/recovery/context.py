@@ -15,7 +15,7 @@ from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerP
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.fatal_actions import FatalActions
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.link import JobStore
 
 
 class Lifecycle:

@@ -21,7 +21,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.generation import copy_key, still_key
 from shared_core.system import threads
 from shared_core.waiting import Wait, poll, wait_for
-from shared_core.worker.comm.connections import MAX_ATTEMPTS
+from shared_core.worker.comm.generations import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.fatal_actions import EXIT_STALE

@@ -8,9 +8,14 @@ a thread of its own.
 from __future__ import annotations
 
 import os
+import time
+import traceback
 from collections.abc import Callable
+from typing import Any, Protocol
 
-from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, WaitTimeout
+from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, Unsupported, WaitTimeout
+from shared_core.faults import inject
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase
@@ -19,18 +24,124 @@ from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.fatal_actions import EXIT_STALE, wait_for_change
 from shared_core.worker.link import connect_store
-from shared_core.worker.recovery.admitting import Admitting
-from shared_core.worker.recovery.agreement import Agreement
+from shared_core.worker.recovery.agreement import Agreement, FrontierBuilder
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Exchange, Received
-from shared_core.worker.recovery.forming import Forming
-from shared_core.worker.recovery.frontier_builder import FrontierBuilder
-from shared_core.worker.recovery.listener import RecoveryListener
+from shared_core.worker.recovery.exchange import Exchange, Received, Replaying
+from shared_core.worker.recovery.forming import Admitting, Forming
 from shared_core.worker.recovery.resize import Draining
-from shared_core.worker.recovery.survivor import Survivor
 from shared_core.worker.state.publications import SharedMemoryPublisher
+
+
+class RecoveryListener(Protocol):
+    """Given to :class:`~shared_core.worker.recovery.recovery.WorkerRecovery`. Called on any thread."""
+
+    def recovered(self, fields: dict[str, Any]) -> None:
+        """Recovery thread of a survivor: a generation is formed. ``fields`` are those of its event."""
+
+    def irreplaceable(self) -> str:
+        """Why no failed worker of this job can be replaced; empty where one can."""
+
+    def rerouted(self, detected: float) -> None:
+        """Recovery thread of a survivor: it continues without a rank whose failure was noticed at ``detected``, in
+        seconds since the epoch.
+        """
+
+    def replaying(self, replaying: Replaying) -> None:
+        """Replacements run on from a checkpoint, and this survivor waits for them."""
+
+    def saved_boundaries(self) -> list[StepBoundary]:
+        """Step boundaries of the checkpoints that this rank can begin from."""
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks waits for absent ones: admit them. False if nobody admits them."""
+
+
+class Survivor:
+    """Recovers this worker after failures of others. Each method runs on a thread of its own, and raises nothing."""
+
+    def __init__(
+        self,
+        context: Context,
+        donor: Donor,
+        agreement: Agreement,
+        forming: Forming,
+        listener: RecoveryListener,
+    ) -> None:
+        self._env, self._runtime = context.env, context.runtime
+        self._lifecycle, self._store = context.lifecycle, context.store
+        self._events, self._fatal_actions = context.events, context.fatal_actions
+        self._donor, self._agreement, self._forming, self._listener = donor, agreement, forming, listener
+
+    def recover(self, entry: Entry) -> None:
+        """Form the generation of an entry. What cannot be done ends the worker or the job."""
+        with self._lifecycle.acting:
+            try:
+                self._recover(entry)
+            except GenerationAbandoned:
+                return  # the thread of the next generation takes over
+            except (RecoveryFailed, Unsupported) as error:  # such as an optimizer's state that cannot be moved
+                self._fatal_actions.fall_back(str(error))
+            except (WaitTimeout, DamagedRecord) as error:
+                self._fatal_actions.give_up(error)
+            except Exception:
+                # This worker cannot continue, but another may take its place; the agent bounds how often.
+                traceback.print_exc()
+                os._exit(1)
+
+    def _recover(self, entry: Entry) -> None:
+        if not self._lifecycle.break_off(entry):
+            return
+        self._donor.withdraw()
+        if why := self._listener.irreplaceable():
+            raise RecoveryFailed(why)
+        inject.point("recovery.severed")
+        self._agreement.post(self._store.below(), entry.generation)
+        self._say_ready(entry)
+        inject.point("recovery.frontier")
+        received = self._forming.form(entry.generation)
+        fields = {
+            "failed": list(entry.failed),
+            "detected": entry.detected,
+            "bytes_moved": received.nbytes,
+            "exchange_s": received.seconds,
+            "resolution": "replay" if received.replaying else "replica",
+        }
+        self._listener.recovered({"generation": entry.generation, **fields})
+        if received.replaying is not None:
+            self._listener.replaying(received.replaying)
+
+    def carry_on(self, entry: Entry) -> None:
+        """Continue without the absent ranks: nothing is formed until they are admitted."""
+        self._listener.rerouted(entry.detected)
+        runtime, waits, what = self._runtime, None, ""
+        with self._lifecycle.acting:
+            newest = self._lifecycle.break_off(entry)
+            if not self._lifecycle.ended(entry.generation):
+                self._donor.withdraw()
+            inject.point("recovery.severed")
+            if newest and (what := runtime.operations.under_way()):
+                waits = runtime.operations.withdraw()
+                if waits is None:
+                    self._fatal_actions.cannot_complete(what)
+        self._say_ready(entry)
+        if waits is not None:  # the program's thread does not run: what it would do in here is done for it
+            try:
+                if not self._listener.await_absent():
+                    self._fatal_actions.cannot_complete(what)
+                runtime.operations.call_again(*waits)
+            except Exception as error:  # noqa: BLE001 (it would wait for ever)
+                self._fatal_actions.break_down(error)
+
+    def _say_ready(self, entry: Entry) -> None:
+        self._events.emit(
+            "survivor_ready",
+            rank=self._env.rank,
+            generation=entry.generation,
+            detected=entry.detected,
+            ready_s=time.time() - entry.detected,
+        )
 
 
 class WorkerRecovery:
@@ -54,7 +165,7 @@ class WorkerRecovery:
         publisher, donor, listener = self.publisher, self._donor, self._listener
         self.replacement = self.env.incarnation > 0
         self._prepared = False
-        self._frontier_builder = FrontierBuilder(context, donor, listener)
+        self._frontier_builder = FrontierBuilder(context, donor)
         self._exchange = Exchange(context, publisher, donor, self._copies)
         agreement = self._agreement = Agreement(context, self._frontier_builder)
         self.forming = Forming(context, publisher, agreement, self._exchange)

@@ -26,9 +26,9 @@ from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
 from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.recovery.agreement import FrontierBuilder
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.frontier_builder import FrontierBuilder
 from shared_core.worker.state.publication_file import read_file
 from shared_core.worker.state.publications import TALLY, SharedMemoryPublisher
 

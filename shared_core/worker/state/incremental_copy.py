@@ -20,8 +20,8 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from shared_core.errors import RecoveryFailed
-from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.checksums import checksum
+from shared_core.worker.state.external_mutation import ChangeWatch
 from shared_core.worker.state.replicated import VALUE, Replicated, beside, kind_of
 
 #: Size of a piece, in bytes; one parameter with its optimizer state may be larger.

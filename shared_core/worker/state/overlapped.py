@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.op import Op
-from shared_core.worker.state.bucket_inputs import BucketInput
+from shared_core.worker.state.ddp_buckets import BucketInput
 from shared_core.worker.state.local_state import BoundaryPosition
-from shared_core.worker.state.update_steps import UpdateSteps
+from shared_core.worker.state.updates import UpdateSteps
 
 _OPTION = "state.overlapped_update"
 

@@ -14,26 +14,227 @@ each batch (``boundary``, ``mid``, ``unoptimized``) stay mapped; the others are 
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shared_core.encoding.plain import Piece, dumps, loads, pieces
-from shared_core.errors import CorruptFile
+from shared_core.errors import CorruptFile, SwiftError
 from shared_core.faults import inject
+from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
 from shared_core.plain_json import is_count
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.resources import map_file
+from shared_core.worker.comm.listener import Part, RecordKey
 from shared_core.worker.mirror import Mirror
-from shared_core.worker.state.orders import OrderFiles
-from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publication_file import is_blank, packed, read_file, write_file
-from shared_core.worker.state.publication_slots import Slots
-from shared_core.worker.state.records import RecordFile, Records
+from shared_core.worker.state.publication_file import (
+    Overflow,
+    Slots,
+    append_whole,
+    is_blank,
+    packed,
+    read_file,
+    write_bare,
+    write_file,
+)
+
+#: Start of the names of their files.
+_ORDER = "order."
+
+
+class OrderFiles:
+    """The orders of one rank. ``put`` and ``remove`` write and remove files in ``folder``."""
+
+    def __init__(
+        self, folder: Path, put: Callable[[str, bytes, Sequence[Piece]], object], remove: Callable[[str], None]
+    ) -> None:
+        self._folder, self._put, self._remove = folder, put, remove
+        self._packed: dict[str, Any] = {}
+        #: Of failed workers, as long as it is not known which of their step boundaries need them.
+        self._left: set[str] = set()
+        #: Which orders each step boundary needs.
+        self._named: dict[int, frozenset[str]] = {}
+
+    def look(self) -> None:
+        self._left = {path.name for path in self._folder.glob(f"{_ORDER}*")}
+
+    def write(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass over the data. Returns its name."""
+        name = f"{_ORDER}{os.urandom(6).hex()}"
+        self._packed[name] = pack_indices(indices)
+        self._put(name, b"", pieces(self._packed[name]))
+        return name
+
+    def read(self, name: str) -> list[Any]:
+        """The indices published under ``name``. Raises CorruptFile if they are damaged."""
+        try:
+            return unpack_indices(self.read_packed(name))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFile(f"{self._folder}/{name} holds no order of a pass: {error!r}") from error
+
+    def read_packed(self, name: str) -> Any:
+        """The indices published under ``name``, packed; quick in the process that published them."""
+        if name not in self._packed:
+            self._packed[name] = loads(read_file(self._folder / name)[1])
+        return self._packed[name]
+
+    def drop(self, name: str) -> None:
+        self._packed.pop(name, None)
+        self._remove(name)
+
+    def note(self, boundary: int, parts: Any) -> None:
+        if self._left:
+            states = (state for _, state in loader_states(parts))
+            self._named[boundary] = frozenset(str(each["order"]) for state in states for each in state["iterations"])
+
+    def drop_unnamed(self, kept: Iterable[int]) -> None:
+        """Remove failed workers' orders once all step boundaries that are kept are this worker's own. One that these
+        still name, because its pass continues, is left to the next replacement.
+        """
+        kept = set(kept)
+        self._named = {boundary: names for boundary, names in self._named.items() if boundary in kept}
+        if self._left and self._named.keys() == kept:
+            for name in self._left.difference(*self._named.values()):
+                self.drop(name)
+            self._left.clear()
+            self._named.clear()
+
+    def forget_boundaries(self) -> None:
+        self._named.clear()
+
+
+class StateOrders:
+    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`. ``may_drop``:
+    samples may be left out when the number of workers changes; ``asked``: it may change while the job runs.
+    """
+
+    def __init__(self, files: OrderFiles, may_drop: bool, asked: bool) -> None:
+        self.may_drop, self.asked = may_drop, asked
+        self.write, self.read, self.drop = files.write, files.read, files.drop
+
+
+_RECORD = struct.Struct("<II")  # length, checksum
+#: Bytes that are added before old ones are let go of.
+_FORGET_BYTES = 16 << 20
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+#: Keys and results.
+Records = list[tuple[RecordKey, list[torch.Tensor]]]
+
+
+class RecordFile:
+    """The file ``records`` of a rank, in ``folder``. On another machine there is a copy, and on disk what does not fit
+    into memory.
+    """
+
+    def __init__(self, folder: Path, mirror: Mirror | None, disk: Overflow) -> None:
+        self._path, self._mirror, self._disk = folder / "records", mirror, disk
+        self._whole = False
+        self._added = 0
+        self._lock = threading.Lock()
+        self._file = os.open(self._path, _APPEND, 0o600)
+
+    def open_again(self) -> None:
+        self._whole, self._lock = False, threading.Lock()  # a forked copy may have a lock that nobody lets go of
+        os.close(self._file)
+        self._file = os.open(self._path, _APPEND, 0o600)
+
+    def add(self, key: RecordKey, results: Any) -> None:
+        """Append results, which are serialised at once. On any thread."""
+        data = _packed(key, results)
+        with self._lock:
+            self._added += len(data)
+            if not self._whole:
+                self._cut()
+            try:
+                append_whole(self._file, data)
+            except OSError:
+                self._move([self._path.read_bytes(), data])
+            if self._mirror is not None:
+                self._mirror.append(self._path.name, data)
+
+    def forget(self, gone: Callable[[RecordKey], bool]) -> None:
+        """Drop results, once so much was added that it is worth writing the others again. Where that fails, all
+        are kept.
+        """
+        with self._lock, suppress(SwiftError, OSError):
+            if self._added < _FORGET_BYTES:
+                return
+            self._added = 0
+            kept = [_packed(key, results) for key, results in self.read() if not gone(key)]
+            self._move(kept)
+            if self._mirror is not None:
+                self._mirror.write(self._path.name, kept)
+
+    def read(self) -> Records:
+        """All of them, in order; a torn last one is left out. Raises CorruptFile if one is damaged, or is none."""
+        data = self._path.read_bytes()
+        found: Records = []
+        at = 0
+        while (end := _end_of_record(data, at)) <= len(data):
+            payload = data[at + _RECORD.size : end]
+            if zlib.crc32(payload) != _RECORD.unpack_from(data, at)[1]:
+                raise CorruptFile(f"{self._path} is damaged: the checksum at offset {at} does not match")
+            found.append(_read(payload))
+            at = end
+        return found
+
+    def _move(self, payload: list[bytes]) -> None:
+        """Write the file anew, to disk where memory is full."""
+        self._disk.write(self._path, sum(map(len, payload)), lambda there: write_bare(there, payload))
+        self.open_again()
+
+    def _cut(self) -> None:
+        """Take off what a failed worker has not finished: records behind it could not be found."""
+        self._whole = True
+        data = self._path.read_bytes()
+        at = 0
+        while (end := _end_of_record(data, at)) <= len(data):
+            at = end
+        if at < len(data):
+            os.ftruncate(self._file, at)
+            if self._mirror is not None:
+                self._mirror.write(self._path.name, [data[:at]])
+
+
+def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
+    return [(tuple(key), results) for key, results in records]
+
+
+def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Records:
+    """Inverse of :func:`plain`. Raises CorruptFile if these are none."""
+    try:
+        return [(_key(*key), results) for key, results in stored]
+    except (TypeError, ValueError) as error:
+        raise CorruptFile(f"a record that was kept for replacements is none: {error}") from error
+
+
+def _key(entry: int, kind: str, name: str, number: int, part: Part) -> RecordKey:
+    return RecordKey(entry, kind, name, number, tuple(part))
+
+
+def _read(payload: bytes) -> tuple[RecordKey, list[torch.Tensor]]:
+    [record] = from_plain([loads(payload)])
+    return record
+
+
+def _packed(key: RecordKey, results: Any) -> bytes:
+    payload = dumps((tuple(key), results))
+    return _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _end_of_record(data: bytes, at: int) -> int:
+    """Where the record at an offset ends; behind the end of the file if it is torn, or there is none."""
+    if at + _RECORD.size > len(data):
+        return len(data) + 1
+    return at + _RECORD.size + int(_RECORD.unpack_from(data, at)[0])
+
 
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
 UNOPTIMIZED, _UNOPTIMIZED_FILE = "swift.unoptimized", "unoptimized."
