@@ -167,7 +167,7 @@ class Job:
 
         For what must be known before the join, such as names of log files.
         """
-        return self._worker.start.start_point.peek(name)
+        return self._worker.start.peek(name)
 
     def step_boundary(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
         """Call at the very start of each batch, before anything random and any collective of it.

@@ -212,16 +212,16 @@ class _Relay:
 
     def first_group(self) -> None:
         """Form the first generation. A replacement with a step boundary to reach does so there; another joins here."""
-        it, arrival = self._worker, self._worker.start.start_point
+        it, start = self._worker, self._worker.start
         it.place_reports.start()
         # A hot standby goes the way of a replacement, and says nothing to the others before it has a place.
-        if arrival.spare.waits:
+        if start.spare.waits:
             it.runtime.answer_from(dict(it.publisher.records.read()))
-            arrival.spare.then(it.wait_watchdog.watch)
+            start.spare.then(it.wait_watchdog.watch)
             inject.point("spare.prepares")
             return
         it.wait_watchdog.watch()
-        arrival.prepare()
+        start.prepare()
         if it.runtime.starting:
             return
         if it.recovery.replacement:
@@ -231,7 +231,7 @@ class _Relay:
         received = it.recovery.join()
         if it.recovery.replacement:
             it.replays.begin(received.replaying)
-            arrival.from_scratch()
+            start.from_scratch()
             it.reporter.joined(None)
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:

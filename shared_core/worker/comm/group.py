@@ -35,9 +35,50 @@ from shared_core.worker.comm.staged import StagedReceive, staged, staged_in_plac
 _Base: Any = torch.distributed.ProcessGroup
 
 
-class GroupIdentity(_Base):  # type: ignore[misc]
-    """A process group without its operations. It has no communicator of its own: the runtime's is replaced when a rank
-    fails. ``rank`` is that in the group; ``ranks`` are global, in group order.
+Tensors = list[torch.Tensor]
+
+#: Operations whose inputs gloo leaves as they are.
+_ONLY_READ = frozenset({"reduce_scatter_single"})
+#: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
+dist: Any = torch.distributed
+_SUM = int(dist.ReduceOp.SUM.value)
+
+
+def _root_detail(opts: Any) -> int:
+    return int(opts.rootRank)
+
+
+def _room_of(tensors: Tensors) -> Callable[[], Tensors]:
+    """Returns a function that allocates CPU tensors of these sizes. It holds no reference to the tensors: the log would
+    keep what FSDP has gathered.
+    """
+    described = [(tensor.size(), tensor.dtype) for tensor in tensors]
+    return lambda: [torch.empty(size, dtype=dtype) for size, dtype in described]
+
+
+def _reduce_detail(opts: Any) -> int:
+    """Number of the reduce operation; 0 (SUM) where ``opts`` name none."""
+    return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
+
+
+class SwiftProcessGroup(_Base):  # type: ignore[misc]
+    """A process group whose communicator is replaced when a rank fails, while every user keeps this object. ``rank`` is
+    that in the group; ``ranks`` are global, in group order.
+
+    Arguments mean what they mean to torch's ``ProcessGroup``; gloo checks shapes and dtypes. ``opts`` None stands for
+    torch's defaults. Ranks (``rootRank``, ``dst``, ``src``) are ranks in this group. Any thread may call; calls of one
+    group must come in the same order at every member.
+
+    A collective returns at once with a :class:`~shared_core.worker.comm.op.SwiftWork`, on which ``wait()`` or the
+    future tells the end. Until then outputs are undefined and inputs must not change: a retry after a failure reads
+    them again, except where the method says that they are copied. Tensors of a device, where allowed, are copied to
+    host memory in the call, which blocks for it, and outputs are copied back when the operation is complete.
+
+    Raises:
+        Unsupported: by each operation, for a tensor of a device that nobody has allowed.
+        ReplayDivergence: by each collective of a replacement that is not the one the failed worker ran.
+        PlaceMismatch: by a collective that is served with what others called from another place of the program.
+        RuntimeError: where gloo refuses the arguments.
     """
 
     def __init__(
@@ -122,52 +163,6 @@ class GroupIdentity(_Base):  # type: ignore[misc]
     def shutdown(self) -> None:
         """The program destroys the group. It goes when no peer can need this rank's log any more."""
         self._runtime.destroyed(self._state)
-
-
-Tensors = list[torch.Tensor]
-
-#: Operations whose inputs gloo leaves as they are.
-_ONLY_READ = frozenset({"reduce_scatter_single"})
-#: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
-dist: Any = torch.distributed
-_SUM = int(dist.ReduceOp.SUM.value)
-
-
-def _root_detail(opts: Any) -> int:
-    return int(opts.rootRank)
-
-
-def _room_of(tensors: Tensors) -> Callable[[], Tensors]:
-    """Returns a function that allocates CPU tensors of these sizes. It holds no reference to the tensors: the log would
-    keep what FSDP has gathered.
-    """
-    described = [(tensor.size(), tensor.dtype) for tensor in tensors]
-    return lambda: [torch.empty(size, dtype=dtype) for size, dtype in described]
-
-
-def _reduce_detail(opts: Any) -> int:
-    """Number of the reduce operation; 0 (SUM) where ``opts`` name none."""
-    return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
-
-
-class SwiftProcessGroup(GroupIdentity):
-    """A process group whose communicator is replaced when a rank fails, while every user keeps this object.
-
-    Arguments mean what they mean to torch's ``ProcessGroup``; gloo checks shapes and dtypes. ``opts`` None stands for
-    torch's defaults. Ranks (``rootRank``, ``dst``, ``src``) are ranks in this group. Any thread may call; calls of one
-    group must come in the same order at every member.
-
-    A collective returns at once with a :class:`~shared_core.worker.comm.op.SwiftWork`, on which ``wait()`` or the
-    future tells the end. Until then outputs are undefined and inputs must not change: a retry after a failure reads
-    them again, except where the method says that they are copied. Tensors of a device, where allowed, are copied to
-    host memory in the call, which blocks for it, and outputs are copied back when the operation is complete.
-
-    Raises:
-        Unsupported: by each operation, for a tensor of a device that nobody has allowed.
-        ReplayDivergence: by each collective of a replacement that is not the one the failed worker ran.
-        PlaceMismatch: by a collective that is served with what others called from another place of the program.
-        RuntimeError: where gloo refuses the arguments.
-    """
 
     # -- helpers -----------------------------------------------------------------------------------
 

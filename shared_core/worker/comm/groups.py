@@ -94,7 +94,7 @@ class Channels:
 
     def __init__(
         self,
-        group: Membership,
+        group: GroupState,
         state: SharedState,
         disk: DiskLog,
         suspect: Callable[[Exception], None],
@@ -448,8 +448,8 @@ def _channel(key: str) -> Channel:
     return int(source), int(destination), int(tag)
 
 
-class Membership:
-    """What is known of a group without what runs in it. The runtime's lock guards it.
+class GroupState:
+    """What this rank knows of one group. The runtime's lock guards it.
 
     Attributes:
         name: unique in the job and equal on all members.
@@ -460,35 +460,6 @@ class Membership:
         inner: the gloo group of the live generation; None while there is none.
         inflight: operations that gloo has not yet finished or failed.
         places: from where its members have called; None where nobody compares that.
-    """
-
-    def __init__(self, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta) -> None:
-        self.rank, self.size, self.ranks, self.timeout = rank, size, ranks, timeout
-        self.members = members_text(ranks)
-        self.rename(name)
-        self.inner: InnerGroup | None = None
-        self.inflight = 0
-        self.places: GroupPlaces | None = None
-
-    def rename(self, name: str) -> None:
-        self.name, self.id = name, zlib.crc32(name.encode())
-
-    def cut(self) -> None:
-        """Drop its connections, if it has any. Callers hold the lock."""
-        inner, self.inner = self.inner, None
-        if inner is not None:
-            inner.discard()
-
-    @property
-    def pg(self) -> Any:
-        assert self.inner is not None
-        return self.inner.pg
-
-
-class GroupState(Membership):
-    """What this rank knows of one group. The runtime's lock guards it.
-
-    Attributes:
         next: sequence number of the next collective.
         done: finished collectives.
         pending: issued and not finished, by sequence number.
@@ -510,11 +481,30 @@ class GroupState(Membership):
         suspect: Callable[[Exception], None],
         others: OtherThreads,
     ) -> None:
-        super().__init__(name, rank, size, ranks, timeout)
+        self.rank, self.size, self.ranks, self.timeout = rank, size, ranks, timeout
+        self.members = members_text(ranks)
+        self.rename(name)
+        self.inner: InnerGroup | None = None
+        self.inflight = 0
+        self.places: GroupPlaces | None = None
         self.channels = Channels(self, state, disk, suspect, others)
         self._pool = pool
         self.destroyed_at = -1
         self._begin()
+
+    def rename(self, name: str) -> None:
+        self.name, self.id = name, zlib.crc32(name.encode())
+
+    def cut(self) -> None:
+        """Drop its connections, if it has any. Callers hold the lock."""
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner.discard()
+
+    @property
+    def pg(self) -> Any:
+        assert self.inner is not None
+        return self.inner.pg
 
     def _begin(self) -> None:
         self.log = GroupLog(self._pool)

@@ -198,11 +198,11 @@ class Joining:
     @property
     def pending(self) -> bool:
         """Whether there is a place to reach, and it is not reached yet."""
-        return self._start.start_point.joining
+        return self._start.joining
 
     def at(self, kind: str) -> bool:
         """The program is at a step boundary of this kind. True if this was the place: it is taken now."""
-        if not self._start.start_point.is_here(kind, self._position.entry):
+        if not self._start.is_here(kind, self._position.entry):
             return False
         self._join()
         return True
@@ -212,18 +212,18 @@ class Joining:
         and joins. ``began``: ``time.time()``. The process exits if the place is another one, or a fork has changed what
         was published: another replacement follows.
         """
-        start_point, position = self._start.start_point, self._position
-        if not start_point.is_here(kind, position.entry):
+        start, position = self._start, self._position
+        if not start.is_here(kind, position.entry):
             os._exit(EXIT_STALE)
         self._trained.updates.stay()
-        place, received = start_point.reach(position.entry, self._trained.replicas)
+        place, received = start.reach(position.entry, self._trained.replicas)
         if received is None or place.boundary.index != position.boundaries or self._changed(place.parts):
             os._exit(EXIT_STALE)
         self._trained.updates.load(place.boundary.version, place.description, place.tensors, owned=True)
-        self._start.checkpoints.joined(place.boundary, saved=False)
-        start_point.joined()
+        start.checkpoints.joined(place.boundary, saved=False)
+        start.joined()
         inject.set_step(position.boundaries)
-        self._reporter.began(place.boundary.index, start_point.reached(place))
+        self._reporter.began(place.boundary.index, start.reached(place))
         self._reporter.joined(received, joined_s=time.time() - began)
 
     def _changed(self, published: Mapping[str, Any]) -> bool:
@@ -238,8 +238,7 @@ class Joining:
     def _join(self) -> None:
         inject.point("join")
         started = time.time()
-        start_point = self._start.start_point
-        place, received = start_point.reach(self._position.entry, self._trained.replicas)
+        place, received = self._start.reach(self._position.entry, self._trained.replicas)
         admitted = received is not None and place.added
         if received is not None:
             self._replays.begin(received.replaying)
@@ -247,7 +246,7 @@ class Joining:
         with self._position.restoring(resized=place.resized, added=place.added):
             gradients = self._take_place(place)
         self._position.note_rejoined(admitted)
-        self._reporter.began(place.boundary.index, start_point.reached(place))
+        self._reporter.began(place.boundary.index, self._start.reached(place))
         self._reporter.passed()
         if admitted or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
@@ -259,7 +258,7 @@ class Joining:
         """Returns the pending gradients."""
         self._position.boundaries = place.boundary.index
         self._start.checkpoints.joined(place.boundary, saved=bool(place.tier))
-        self._start.start_point.joined()
+        self._start.joined()
         gradients = self._state.restore(place)
         inject.set_step(self._position.boundaries)
         self._progress.boundary(self._position.boundaries)

@@ -59,12 +59,11 @@ class Entries:
         be from another call.
         """
         inject.point("entry")
-        start_point = self._start.start_point
-        start_point.prepare()
+        self._start.prepare()
         self._position.entry += 1
         self._runtime.enter_call(self._position.entry)
         try:
-            finished = start_point.finished(self._position.entry)
+            finished = self._start.finished(self._position.entry)
         except FileNotFoundError:
             self._fall_back(
                 f"rank {self._runtime.rank}: a call before the one in which the worker failed had ended with an "

@@ -21,12 +21,12 @@ class Notes:
 
     def keep(self, kind: str, name: str, value: Any) -> None:
         """Keep plain data under a kind and a name; see :meth:`kept`."""
-        self._start.start_point.settle()
+        self._start.settle()
         self._publisher.records.add(RecordKey(self._position.entry, kind, name, self._position.boundaries), value)
 
     def kept(self, kind: str) -> dict[str, Any]:
         """What failed workers have kept under ``kind``, by name; the newest of each."""
-        return self._start.start_point.remembered(kind)
+        return self._start.remembered(kind)
 
     def tally(self, name: str) -> Tally:
         """A number that a replacement finds as the failed worker left it: it counts what must not be done twice."""

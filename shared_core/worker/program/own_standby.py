@@ -156,7 +156,7 @@ class OwnStandby:
         """The script is at a place where a replacement would wait for its failed worker's. In a copy, this returns
         when it is the replacement. Later calls do nothing.
         """
-        if self._asked or self._start.start_point.spare.waits:
+        if self._asked or self._start.spare.waits:
             return
         self._asked = True
         startup_s, config, agent = time.time() - process.begun(), self._options.env.config, os.getppid()
@@ -170,7 +170,7 @@ class OwnStandby:
         while self._fork(agent):
             generation = self._wait()
         if generation is not None:
-            self._start.start_point.take_place(generation)
+            self._start.take_place(generation)
 
     def may_leave(self) -> bool:
         """Whether a copy of this worker can continue where it is, at a step boundary."""
@@ -189,8 +189,7 @@ class OwnStandby:
         if not self._fork(os.getppid()):
             return False
         random.setstate(drawn)  # Python seeds it anew in each fork
-        generation = self._wait()  # the start point after it is another one
-        self._start.start_point.take_place(generation)
+        self._start.take_place(self._wait())
         return True
 
     def _look(self, startup_s: float, agent: int) -> Forkable:
@@ -226,7 +225,7 @@ class OwnStandby:
         hot_standby.begin()
         set_title(f"standby of rank {env.rank}", sys.argv[0], sys.argv[1:])
         self._begin_again(env)
-        return self._start.start_point.await_place()
+        return self._start.await_place()
 
     def _tell(self, reason: str) -> None:
         rank, generation = self._options.env.rank, self._runtime.generation

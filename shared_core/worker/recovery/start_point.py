@@ -253,28 +253,55 @@ class FromBoundary(StartPoint):
         return Restored(boundary, parts, {}, self.records(), *state, owned=True), received
 
 
-class Arrival:
-    """Finds the start point of one worker, and takes the program there. Used by the program's thread."""
+class WorkerStart:
+    """Finds where one worker begins, and takes the program there. Used by the program's thread.
+
+    Args:
+        presses: whether the logs on disk need a checkpoint; asked in rank 0.
+
+    Attributes:
+        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is not.
+    """
 
     def __init__(
         self,
-        env: WorkerEnv,
+        context: Context,
         recovery: WorkerRecovery,
         survivor_groups: SurvivorGroups,
-        checkpoints: Checkpoints,
         updates: Updates,
+        parts: StateParts,
         spare: Spare,
         position: BoundaryPosition,
+        presses: Callable[[], bool],
     ) -> None:
-        self.spare, self._position = spare, position
-        self._env, self._recovery, self._updates = env, recovery, updates
-        self._survivor_groups, self._checkpoints = survivor_groups, checkpoints
+        self._recovery, self._survivor_groups = recovery, survivor_groups
+        self._updates, self._parts, self.spare, self._position = updates, parts, spare, position
+        self._presses = presses
+        self.begin(context)
+
+    def begin(self, context: Context) -> None:
+        """Say where the checkpoints of the worker of ``context`` are made, and find the one from which it starts; again
+        in a forked copy of the process, and with options of checkpoints that the script has given.
+        """
+        self._context, env, config, recovery = context, context.env, context.env.config, self._recovery
+        checkpoints = self.checkpoints = Checkpoints(context, self._updates, self._presses)
+        if config.reroutes:
+            checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
+        if (pricing := checkpoints.pricing) is not None:
+            self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         # A replacement whose failed worker has passed a step boundary mostly starts there.
         passed = env.spare or (env.incarnation > 0 and bool(recovery.publisher.boundaries()))
-        self._start_point = StartPoint(recovery, updates) if passed else self._place_of_all()
+        self._start_point = StartPoint(recovery, self._updates) if passed else self._place_of_all()
         self._decided = env.incarnation == 0
         self._peeked: dict[str, Any] | None = None
         self._note(joining=env.incarnation > 0 or isinstance(self._start_point, FromCheckpoint))
+        self.orders: StateOrders | None = None
+        if config.resizes or (config.checkpoint.dir is not None and not config.reroutes):
+            self.orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
+
+    def use(self, env: WorkerEnv) -> None:
+        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
+        self.begin(replace(self._context, env=env))
 
     @property
     def joining(self) -> bool:
@@ -306,7 +333,7 @@ class Arrival:
         saved = None
         if target.saved:
             try:
-                saved = self._checkpoints.own.at(target.index)
+                saved = self.checkpoints.own.at(target.index)
             except CorruptFile as error:  # since it was looked at
                 recovery.fatal_actions.fall_back(str(error))
             recovery.publisher.complete(saved.records, saved.ends)
@@ -315,12 +342,12 @@ class Arrival:
 
     def _place_of_all(self) -> StartPoint:
         """What the workers of this attempt start from."""
-        env, fatal_actions, found = self._env, self._recovery.fatal_actions, None
+        env, fatal_actions, found = self._context.env, self._recovery.fatal_actions, None
         try:
             if env.restart or env.config.continues:
-                found = self._checkpoints.newest()
+                found = self.checkpoints.newest()
             else:
-                self._checkpoints.start_from_scratch()
+                self.checkpoints.start_from_scratch()
             if env.resized is not None and (found is None or found.boundary.index < env.resized.boundary):
                 found = take_over(env, env.resized)
         except (CorruptFile, RecoveryFailed) as error:
@@ -348,7 +375,7 @@ class Arrival:
         """Hot standby: be the replacement of a failed worker. The process exits if it cannot be."""
         self.spare.take_place()
         self._recovery.lifecycle.born_in(generation)
-        self._checkpoints.look_at_failed_worker()
+        self.checkpoints.look_at_failed_worker()
         self.prepare()
         found = self._start_point
         target = found.target if isinstance(found, FromBoundary) else None
@@ -424,51 +451,3 @@ class Arrival:
         self._start_point = StartPoint(self._recovery, self._updates)
         self._note(joining=False)
         return whence
-
-
-class WorkerStart:
-    """The start of one worker.
-
-    Args:
-        presses: whether the logs on disk need a checkpoint; asked in rank 0.
-
-    Attributes:
-        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is not.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        recovery: WorkerRecovery,
-        survivor_groups: SurvivorGroups,
-        updates: Updates,
-        parts: StateParts,
-        spare: Spare,
-        position: BoundaryPosition,
-        presses: Callable[[], bool],
-    ) -> None:
-        self._recovery, self._survivor_groups = recovery, survivor_groups
-        self._updates, self._parts, self._spare, self._position = updates, parts, spare, position
-        self._presses = presses
-        self.begin(context)
-
-    def begin(self, context: Context) -> None:
-        """Say where the checkpoints of the worker of ``context`` are made, and find the one from which it starts; again
-        in a forked copy of the process, and with options of checkpoints that the script has given.
-        """
-        self._context, config, recovery = context, context.env.config, self._recovery
-        checkpoints = self.checkpoints = Checkpoints(context, self._updates, self._presses)
-        if config.reroutes:
-            checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
-        if (pricing := checkpoints.pricing) is not None:
-            self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        self.start_point = Arrival(
-            context.env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare, self._position
-        )
-        self.orders: StateOrders | None = None
-        if config.resizes or (config.checkpoint.dir is not None and not config.reroutes):
-            self.orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
-
-    def use(self, env: WorkerEnv) -> None:
-        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
-        self.begin(replace(self._context, env=env))
