@@ -20,10 +20,9 @@ from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
-from shared_core.transport.store import Store
 from shared_core.worker import link
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
+from shared_core.worker.comm.listener import KeptBucketInput
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
 from shared_core.worker.fatal_actions import FatalActions
@@ -80,7 +79,7 @@ class WorkerRuntime:
         )
         log, store, relay = DiskLog(env), JobStore(env), _Relay(self)
         self.store = store
-        runtime = self.runtime = Runtime(env, relay, log, _marks(env))
+        runtime = self.runtime = Runtime(env, relay, publisher, store, log, _marks(env))
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
         self._context = context
@@ -207,9 +206,6 @@ class _Relay:
 
     # -- of the groups -------------------------------------------------------------------------------------------------
 
-    def new_store(self, prefix: str) -> Store:
-        return self._worker.store.below(prefix)
-
     def first_group(self) -> None:
         """Form the first generation. A replacement with a step boundary to reach does so there; another joins here."""
         it, start = self._worker, self._worker.start
@@ -236,15 +232,6 @@ class _Relay:
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
         return self._worker.recovery.forming.made_again(group)
-
-    def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
-        self._worker.publisher.records.add(key, results)
-
-    def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        self._worker.publisher.input_checksums.add(group, seq, checksum)
-
-    def publish_source(self, group: int, number: int, source: int) -> None:
-        self._worker.publisher.sources.add(group, number, source)
 
     def exact(self) -> bool:
         return self._worker.updates.exact

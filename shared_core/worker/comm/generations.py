@@ -51,7 +51,7 @@ class Connections:
         """
         state = self._state
         return InnerGroup.connect(
-            state.listener.new_store(f"inner/{generation}.{attempt}/{group.name}/"),
+            state.store.below(f"inner/{generation}.{attempt}/{group.name}/"),
             state.rank,
             group.ranks,
             operation_timeout=group.timeout,
@@ -81,7 +81,7 @@ class Connections:
         """
         state = self._state
         inner = InnerGroup.connect(
-            state.listener.new_store(f"side/{generation}/{name}/"),
+            state.store.below(f"side/{generation}/{name}/"),
             state.rank,
             ranks,
             operation_timeout=operation_timeout,

@@ -433,7 +433,7 @@ class Channels:
             channel = (source, *work.channel[1:])
             work.came_from(source, self._posted.get(channel, 0))
             self._posted[channel] = work.index + 1
-            self._state.listener.publish_source(self._any_id(channel[2]), work.number, source)
+            self._state.publisher.sources.add(self._any_id(channel[2]), work.number, source)
         self._received.setdefault(work.channel, Done()).add(work.index)
         self._finished(work)
 

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import SwiftError
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.transport.store import Store
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
-
-#: A part of the program that replacements run again: a phase of the script, by loops over epochs; in an epoch also its
-#: number, and how many passes of it there were. Empty for all else.
-Part = tuple[int, ...]
-
-
-class RecordKey(NamedTuple):
-    """The key of a result that is kept for replacements.
-
-    Attributes:
-        entry: number of the entry call.
-        kind: the group, for the result of an operation; else what it is.
-        name: of the operation; else which of its kind.
-        number: which of these; else the step boundary.
-    """
-
-    entry: int
-    kind: str
-    name: str
-    number: int
-    part: Part = ()
 
 
 class KeptBucketInput(Protocol):
@@ -52,9 +30,6 @@ class OperationListener(Protocol):
     lock held.
     """
 
-    def new_store(self, prefix: str) -> Store:
-        """The launcher's store, below a prefix."""
-
     def first_group(self) -> None:
         """The default process group is made: form the first generation, or see that a replacement joins later."""
 
@@ -62,15 +37,6 @@ class OperationListener(Protocol):
         """For a group that the program makes: the step boundary where a replacement begins in it (None in all others),
         and what was logged for it, by sequence number.
         """
-
-    def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
-        """Keep what a start-up operation gave, for replacements of this rank; an empty list if it was too large."""
-
-    def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        """Keep the checksum of an operation's input, by group id, for a replacement of this rank."""
-
-    def publish_source(self, group: int, number: int, source: int) -> None:
-        """Keep the sender (a rank in the group) of a message from any source, for a replacement of this rank."""
 
     def exact(self) -> bool:
         """False while a replacement computes with newer parameters than the failed worker did: its

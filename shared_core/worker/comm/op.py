@@ -6,7 +6,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -48,6 +48,7 @@ class RunAgain:
     pooled: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class Op:
     """A collective. The runtime's lock guards ``seq``, ``attempt``, ``inner_work``.
 
@@ -72,61 +73,26 @@ class Op:
         begun: ``time.monotonic()`` when it was last started on gloo.
     """
 
-    __slots__ = (
-        "again",
-        "attempt",
-        "awaited",
-        "begun",
-        "checksum",
-        "full",
-        "future",
-        "inner_work",
-        "install",
-        "installed",
-        "keeps",
-        "lazy",
-        "place",
-        "record",
-        "results",
-        "seq",
-        "signature",
-        "start",
-        "boundary",
-        "value",
-    )
-
-    def __init__(
-        self,
-        signature: Signature,
-        start: Start,
-        results: list[torch.Tensor],
-        *,
-        install: Callable[[Sequence[torch.Tensor]], None] | None = None,
-        value: Any = None,
-        keeps: KeptResults | RunAgain = KeptResults.COPY,
-        lazy: bool = False,
-        full: bool = True,
-        checksum: int = 0,
-        again: Start | None = None,
-    ) -> None:
-        self.seq = -1
-        self.boundary = 0
-        self.place = b""
-        self.attempt = 0
-        self.awaited = False
-        self.begun = time.monotonic()
-        self.signature = signature
-        self.start, self.again = start, again
-        self.results = results
-        self.install = install
-        self.installed = False
-        self.value = value
-        self.keeps, self.lazy = keeps, lazy
-        self.record: Callable[[], None] | None = None
-        self.full = full
-        self.checksum = checksum
-        self.inner_work: Any = None
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
+    signature: Signature
+    start: Start
+    results: list[torch.Tensor]
+    install: Callable[[Sequence[torch.Tensor]], None] | None = None
+    value: Any = None
+    keeps: KeptResults | RunAgain = KeptResults.COPY
+    lazy: bool = False
+    full: bool = True
+    checksum: int = 0
+    again: Start | None = None
+    seq: int = -1
+    boundary: int = 0
+    place: bytes = b""
+    attempt: int = 0
+    awaited: bool = False
+    installed: bool = False
+    begun: float = field(default_factory=time.monotonic)
+    record: Callable[[], None] | None = None
+    inner_work: Any = None
+    future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
     def put(self) -> None:
         """Copy the result to the caller's tensors; a second call does nothing."""

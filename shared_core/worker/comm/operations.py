@@ -315,7 +315,7 @@ class Operations:
                     f"{describe(op.signature)}: checksum {op.checksum:08x}, and {expected or 0:08x} before.)"
                 )
             )
-        state.listener.publish_checksum(group.id, op.seq, op.checksum)
+        state.publisher.input_checksums.add(group.id, op.seq, op.checksum)
 
     # -- what is under way -------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import GroupPlaces
 from shared_core.worker.comm.results import BoundaryMarks, CollectiveResults
 from shared_core.worker.comm.state import SharedState
+from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 #: Memory above which results are spilled, in bytes, until it is known what is trained.
 _LIMIT = 64 << 20
@@ -32,8 +34,16 @@ class Runtime(SharedState):
         others: collectives of other threads than the program's.
     """
 
-    def __init__(self, env: WorkerEnv, listener: OperationListener, disk: DiskLog, marks: BoundaryMarks | None) -> None:
-        super().__init__(env, listener)
+    def __init__(
+        self,
+        env: WorkerEnv,
+        listener: OperationListener,
+        publisher: SharedMemoryPublisher,
+        store: JobStore,
+        disk: DiskLog,
+        marks: BoundaryMarks | None,
+    ) -> None:
+        super().__init__(env, listener, publisher, store)
         groups = self.groups = Groups(self)
         self.disk = disk
         self._places = env.job_dir / f"places{env.restart}.{env.world_size}"

@@ -11,9 +11,9 @@ import torch
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm import compat
-from shared_core.worker.comm.listener import Part, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
+from shared_core.worker.state.publications import Part, RecordKey
 
 #: Results up to so many bytes are recorded, whoever asks for them.
 _SMALL_BYTES = 64 * 1024
@@ -102,7 +102,7 @@ class StartUp:
                 if held is not None and state.held is held:
                     held.entries.append((key, [each.clone() for each in results]))
                     return
-            state.listener.record(key, results)
+            state.publisher.records.add(key, results)
 
         return put
 

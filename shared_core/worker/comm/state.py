@@ -13,8 +13,10 @@ import torch
 from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.compute_lock import ComputeLock
-from shared_core.worker.comm.listener import OperationListener, Part, RecordKey
+from shared_core.worker.comm.listener import OperationListener
 from shared_core.worker.comm.places import ProgramPlace
+from shared_core.worker.link import JobStore
+from shared_core.worker.state.publications import Part, RecordKey, SharedMemoryPublisher
 
 
 @dataclass
@@ -29,6 +31,7 @@ class SharedState:
     """Which generation is live, where the program is, and who waits.
 
     Attributes:
+        publisher: keeps what replacements of this rank need.
         lock: reentrant; guards everything here and in the groups. ``changed`` is its condition.
         generation: the one that is installed; -1 before the first.
         broken: a failure is known and the next generation is not yet live.
@@ -54,8 +57,11 @@ class SharedState:
             of whom (global ranks), what. None if nothing.
     """
 
-    def __init__(self, env: WorkerEnv, listener: OperationListener) -> None:
-        self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
+    def __init__(
+        self, env: WorkerEnv, listener: OperationListener, publisher: SharedMemoryPublisher, store: JobStore
+    ) -> None:
+        self.rank, self.world_size = env.rank, env.world_size
+        self.listener, self.publisher, self.store = listener, publisher, store
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
         self.stages, self.restarts = env.config.device.experimental, env.config.restarts
@@ -149,7 +155,7 @@ class SharedState:
         with self.lock:
             held, self.held = self.held, None
         for key, results in held.entries if held is not None else ():
-            self.listener.record(key, results)
+            self.publisher.records.add(key, results)
 
     def passed_boundary(self, boundary: int) -> None:
         with self.lock:

@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime, groups_made, skip_groups
-from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.program.boundaries import Joining, Publishing
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
-from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.publications import RecordKey, SharedMemoryPublisher
 
 #: Numbers in a part of the program that lies in an epoch.
 _OF_AN_EPOCH = 3

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
-from shared_core.worker.state.publications import SharedMemoryPublisher, Tally
+from shared_core.worker.state.publications import RecordKey, SharedMemoryPublisher, Tally
 from shared_core.worker.state.updates import Updates
 
 

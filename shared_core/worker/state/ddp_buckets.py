@@ -23,10 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shared_core.errors import ConfigError, RecoveryFailed, Unsupported
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm import Runtime, compat
-from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.op import Op, input_checksum
 from shared_core.worker.state.local_state import BoundaryPosition
-from shared_core.worker.state.publications import Records, SharedMemoryPublisher
+from shared_core.worker.state.publications import RecordKey, Records, SharedMemoryPublisher
 from shared_core.worker.state.support import refuse_ddp, refuse_hooks
 
 #: Has each operation give what the function says, of the tensors that it is called with.

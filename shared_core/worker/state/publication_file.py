@@ -64,9 +64,7 @@ def _add_large(piece: Piece, crc: int) -> int:
 
 
 def write_file(path: Path, data: Sequence[Piece]) -> None:
-    """Write what :func:`packed` made under another name, and rename it. Nothing is left of it where that
-    raises OSError.
-    """
+    """Write under another name, and rename it. Nothing is left of it where that raises OSError."""
     temporary = f"{path}.tmp"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -97,18 +95,6 @@ def append_whole(fd: int, data: bytes) -> None:
         write_all(fd, data)
     except OSError:
         os.ftruncate(fd, before)
-        raise
-
-
-def write_bare(path: Path, pieces: Sequence[bytes]) -> None:
-    """Write a file whole, with nothing added. Nothing is left where that raises OSError."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(b"".join(pieces))
-        os.rename(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
         raise
 
 

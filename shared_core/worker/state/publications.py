@@ -18,10 +18,10 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,6 @@ from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indi
 from shared_core.plain_json import is_count
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.resources import map_file
-from shared_core.worker.comm.listener import Part, RecordKey
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.publication_file import (
     Overflow,
@@ -41,7 +40,6 @@ from shared_core.worker.state.publication_file import (
     is_blank,
     packed,
     read_file,
-    write_bare,
     write_file,
 )
 
@@ -120,6 +118,28 @@ class StateOrders:
         self.write, self.read, self.drop = files.write, files.read, files.drop
 
 
+#: A part of the program that replacements run again: a phase of the script, by loops over epochs; in an epoch also its
+#: number, and how many passes of it there were. Empty for all else.
+Part = tuple[int, ...]
+
+
+class RecordKey(NamedTuple):
+    """The key of a result that is kept for replacements.
+
+    Attributes:
+        entry: number of the entry call.
+        kind: the group, for the result of an operation; else what it is.
+        name: of the operation; else which of its kind.
+        number: which of these; else the step boundary.
+    """
+
+    entry: int
+    kind: str
+    name: str
+    number: int
+    part: Part = ()
+
+
 _RECORD = struct.Struct("<II")  # length, checksum
 #: Bytes that are added before old ones are let go of.
 _FORGET_BYTES = 16 << 20
@@ -176,31 +196,27 @@ class RecordFile:
         """All of them, in order; a torn last one is left out. Raises CorruptFile if one is damaged, or is none."""
         data = self._path.read_bytes()
         found: Records = []
-        at = 0
-        while (end := _end_of_record(data, at)) <= len(data):
+        for at, end in _records_in(data):
             payload = data[at + _RECORD.size : end]
             if zlib.crc32(payload) != _RECORD.unpack_from(data, at)[1]:
                 raise CorruptFile(f"{self._path} is damaged: the checksum at offset {at} does not match")
             found.append(_read(payload))
-            at = end
         return found
 
     def _move(self, payload: list[bytes]) -> None:
         """Write the file anew, to disk where memory is full."""
-        self._disk.write(self._path, sum(map(len, payload)), lambda there: write_bare(there, payload))
+        self._disk.write(self._path, sum(map(len, payload)), lambda there: write_file(there, payload))
         self.open_again()
 
     def _cut(self) -> None:
         """Take off what a failed worker has not finished: records behind it could not be found."""
         self._whole = True
         data = self._path.read_bytes()
-        at = 0
-        while (end := _end_of_record(data, at)) <= len(data):
-            at = end
-        if at < len(data):
-            os.ftruncate(self._file, at)
+        whole = max((end for _, end in _records_in(data)), default=0)
+        if whole < len(data):
+            os.ftruncate(self._file, whole)
             if self._mirror is not None:
-                self._mirror.write(self._path.name, [data[:at]])
+                self._mirror.write(self._path.name, [data[:whole]])
 
 
 def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
@@ -229,11 +245,15 @@ def _packed(key: RecordKey, results: Any) -> bytes:
     return _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def _end_of_record(data: bytes, at: int) -> int:
-    """Where the record at an offset ends; behind the end of the file if it is torn, or there is none."""
-    if at + _RECORD.size > len(data):
-        return len(data) + 1
-    return at + _RECORD.size + int(_RECORD.unpack_from(data, at)[0])
+def _records_in(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where each whole record begins and ends; none that is torn."""
+    at = 0
+    while at + _RECORD.size <= len(data):
+        end = at + _RECORD.size + int(_RECORD.unpack_from(data, at)[0])
+        if end > len(data):
+            return
+        yield at, end
+        at = end
 
 
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
@@ -301,7 +321,7 @@ class SharedMemoryPublisher:
         self.publishing = threading.Lock()
         self._refers: dict[int, frozenset[int]] = {}
         self._slots = Slots(folder, _REPLACED)
-        self.orders = OrderFiles(folder, self.put, self._remove)
+        self.orders = OrderFiles(folder, self.put, self._retire)
         self.input_checksums = InputChecksums(folder, self._disk)
         self.sources = InputChecksums(folder, self._disk, "sources")
         self.records = RecordFile(folder, mirror, self._disk)
@@ -407,11 +427,6 @@ class SharedMemoryPublisher:
         """Remove a publication, and leave its memory to the next one."""
         if not self._slots.retire(name):
             self._disk.remove(self.folder / name)
-        if self._mirror is not None:
-            self._mirror.remove(name)
-
-    def _remove(self, name: str) -> None:
-        self._disk.remove(self.folder / name)
         if self._mirror is not None:
             self._mirror.remove(name)
 
