@@ -30,7 +30,6 @@ from shared_core.worker.integrity import StateCheck
 from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
-from shared_core.worker.mirror import Mirror
 from shared_core.worker.program.boundaries import (
     BoundaryState,
     Checkpointing,
@@ -43,8 +42,7 @@ from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.notes import Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
-from shared_core.worker.program.step_clock import DATA, UPDATE, StepClock
-from shared_core.worker.program.trained import Trained
+from shared_core.worker.program.trained import DATA, UPDATE, StepClock, Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.context import Context, Lifecycle
 from shared_core.worker.recovery.copies import StateCopies
@@ -64,7 +62,7 @@ from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.overlapped import Overlapped
 from shared_core.worker.state.publication_file import overflow
-from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.publications import Mirror, SharedMemoryPublisher
 from shared_core.worker.state.shared_images import SharedImages
 from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin, Variables

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
@@ -16,8 +17,50 @@ import torch.distributed as dist
 
 from shared_core.encoding.raw_memory import memory_of
 from shared_core.errors import WaitTimeout
-from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.messages.group_log import Signature
+
+
+class ComputeLock:
+    """Held by the thread of the training program except while it waits in this backend.
+
+    A helper thread that takes it may use the global generators and compute: the program continues afterwards as if it
+    had waited longer.
+
+    Attributes:
+        waited_s: how long the program has waited in all.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._lock = threading.Lock()
+        self._program: int | None = None
+
+    def begin(self) -> None:
+        """The calling thread is the program. Later calls do nothing."""
+        if self._program is None:
+            self._lock.acquire()
+            self._program = threading.get_ident()
+
+    @contextmanager
+    def passed_on(self) -> Iterator[None]:
+        """The program waits in here. On other threads, and before :meth:`begin`, this does nothing."""
+        if self._program != threading.get_ident():
+            yield
+            return
+        self._lock.release()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self.waited_s += time.perf_counter() - began
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A helper computes in here; blocks until the program waits."""
+        with self._lock:
+            yield
+
 
 Start = Callable[[Any], Any]  # inner gloo group -> inner work
 

@@ -12,8 +12,8 @@ import torch
 
 from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.comm.listener import OperationListener
+from shared_core.worker.comm.op import ComputeLock
 from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.link import JobStore
 from shared_core.worker.state.publications import Part, RecordKey, SharedMemoryPublisher

@@ -25,8 +25,7 @@ from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.integrity import StateCheck
 from shared_core.worker.program.own_standby import OwnStandby, flush
-from shared_core.worker.program.step_clock import StepClock
-from shared_core.worker.program.trained import Trained
+from shared_core.worker.program.trained import StepClock, Trained
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter

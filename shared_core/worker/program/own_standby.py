@@ -38,7 +38,7 @@ from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.start import hot_standby
-from shared_core.worker.start.descriptors import descriptors, inherited
+from shared_core.worker.start.hot_standby import descriptors, inherited
 
 #: Threads of the product that the copy starts anew.
 _OWN_THREADS = frozenset({"swift-watcher", "swift-watchdog"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,12 +19,13 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.faults import inject
+from shared_core.protocol.progress_file import ProgressFile
+from shared_core.protocol.stragglers import PARTS
 from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.integrity import flip, refuse_comparing
-from shared_core.worker.program.step_clock import BACKWARD, DATA, FORWARD, StepClock
 from shared_core.worker.sharded.own import Owner, OwnState
 from shared_core.worker.sharded.shard import SHARD, TrainedShard
 from shared_core.worker.sharded.support import refuse, sharded_modules
@@ -37,6 +39,40 @@ from shared_core.worker.state.overlapped import Overlapped, check
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
+
+DATA, FORWARD, BACKWARD, UPDATE = range(len(PARTS))
+
+
+class StepClock:
+    """Tells the launcher, in ``progress``, the times of each step. The thread of the program calls, or that of its
+    backward.
+    """
+
+    def __init__(self, runtime: Runtime, progress: ProgressFile) -> None:
+        self._compute_lock, self.progress = runtime.compute_lock, progress
+        self._part, self._since, self._waited = DATA, time.perf_counter(), 0.0
+        self._spent = [0.0] * len(PARTS)
+        self._handed_over = False
+
+    def enter(self, part: int) -> None:
+        """From now on the program is in this part of a step."""
+        now, waited = time.perf_counter(), self._compute_lock.waited_s
+        # What follows the last bucket of a backward is a wait for others, inside torch.
+        if not (self._handed_over and self._part == BACKWARD):
+            self._spent[self._part] += now - self._since - (waited - self._waited)
+        self._part, self._since, self._waited, self._handed_over = part, now, waited, False
+
+    def handed_over(self) -> None:
+        """DDP has handed over a bucket."""
+        self._handed_over = False  # up to here backward has computed
+        self.enter(BACKWARD)
+        self._handed_over = True
+
+    def boundary(self, number: int) -> None:
+        """A step boundary: the step before it is over."""
+        self.enter(DATA)
+        self.progress.step(number, self._spent)
+        self._spent = [0.0] * len(PARTS)
 
 
 class ForwardHook:

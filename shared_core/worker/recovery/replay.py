@@ -16,8 +16,8 @@ import torch.distributed as dist
 from shared_core.events import console_once
 from shared_core.system import threads
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.comm.op import ComputeLock
 from shared_core.worker.messages import log_budget
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.log_budget import Advice
