@@ -450,7 +450,6 @@ class LoopProgress:
         self.epoch = number
 
     def used(self) -> None:
-        """The script has used a batch."""
         self.total_steps += 1
 
     def begin_round(self) -> bool:
@@ -545,7 +544,6 @@ class LoopProgress:
         self.job.fall_back(_EARLIER_LOOP.format(self.job.rank, target["loop"]))
 
     def _refuse_another_way(self) -> None:
-        """The script has ended."""
         if self._target() is None:
             return
         assert self.job is not None
@@ -603,7 +601,6 @@ class LoopProgress:
         return range(target["epoch"], self._end or 0)
 
     def _skip_loop(self, target: Mapping[str, Any]) -> None:
-        """The failed worker had finished this loop over epochs."""
         assert self.job is not None
         if self._phase > target["phase"]:  # the script has left that loop
             self._refuse_another_way()
@@ -614,7 +611,6 @@ class LoopProgress:
         self._next_phase()
 
     def _skipped(self) -> None:
-        """Training was skipped: see :class:`.UntrainedUse`."""
         if self.job is not None:
             replaces = self._replaced is not None and self._replaced.env.incarnation > 0
             self._untrained.begin(self._attached, self.job.fall_back if replaces else None)

@@ -126,7 +126,6 @@ class StateCheck:
         self._reductions += 1
 
     def bucket(self, op: Op) -> None:
-        """DDP has handed over a bucket, which this operation reduces."""
         if self._graph != -1:
             self._buckets.append(op)
 
@@ -203,7 +202,6 @@ class StateCheck:
             work.wait()
 
     def _leave(self, text: str) -> NoReturn:
-        """This state is damaged: have the launcher replace this worker."""
         self._store.tell_damage({"rank": self._env.rank, "pid": os.getpid(), "what": text})
         threading.Event().wait(_END_S)
         os._exit(1)

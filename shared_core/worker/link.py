@@ -109,7 +109,6 @@ def at_end(call: Callable[[], None]) -> None:
 
 
 def forget_ends() -> None:
-    """Forget what :func:`at_end` was told."""
     _at_end.clear()
 
 
@@ -180,7 +179,6 @@ class JobStore:
         report(self._connected(), value, prefix=self._env.prefix)
 
     def tell_damage(self, value: dict[str, Any]) -> None:
-        """Tell the launcher that this worker's state is damaged."""
         report(self._connected(), value, prefix=self._env.prefix, queue=DAMAGED)
 
     def prepared(self, value: dict[str, Any]) -> None:

@@ -169,7 +169,6 @@ def agreeing_on_buckets() -> Any:
 
 
 def graph_is_known(ddp: DistributedDataParallel) -> None:
-    """Mark the first backward of DDP with a static graph as done."""
     ddp._static_graph_delay_allreduce_enqueued = True
 
 

@@ -445,7 +445,6 @@ class InnerGroup:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Where this process and its peers listen."""
         return self._peers | {self._place}
 
     def abandon(self) -> None:

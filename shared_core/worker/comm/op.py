@@ -66,8 +66,6 @@ Start = Callable[[Any], Any]  # inner gloo group -> inner work
 
 
 class KeptResults(Enum):
-    """What the log keeps of an operation with a replicated result."""
-
     #: A copy, because the caller may overwrite them.
     COPY = "copy"
     #: They are pooled buffers, which nobody overwrites.

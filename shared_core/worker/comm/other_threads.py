@@ -89,6 +89,5 @@ class OtherThreads:
 
 
 def _is_idle(thread: threading.Thread) -> bool:
-    """Whether a thread of a ``ThreadPoolExecutor`` waits for work."""
     frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and frame.f_code is _POOL_WORKER

@@ -91,7 +91,6 @@ class SharedState:
         self._waiting = 0
 
     def stand_aside(self) -> None:
-        """From now on torch's own groups run the program's operations."""
         self.operates = False
 
     def end(self, error: SwiftError) -> SwiftError:

@@ -129,7 +129,6 @@ class Index:
         return sorted({*self._places.get(channel, ()), *(i for c, i in self.waiting if c == channel)})
 
     def first(self, channel: str, before: int | None) -> int | None:
-        """See :meth:`Archive.first`."""
         index = self._newest.get(channel) if before is None else before - 1
         if index is None or not self.holds(channel, index):
             return None
@@ -171,7 +170,6 @@ class Stats:
 
 
 def _most(record: ArchiveRecord) -> int:
-    """Bytes on disk of a file that holds this record alone."""
     return segments.START + segments.FIXED + record.size
 
 

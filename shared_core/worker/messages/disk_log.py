@@ -127,7 +127,6 @@ class DiskLog:
     # -- writing and reading -----------------------------------------------------------------------
 
     def describe(self, note: dict[str, Any]) -> None:
-        """Set the note of the messages sent from now on; plain data."""
         self._note = note
 
     def put_message(self, destination: int, channel: str, index: int, boundary: int, tensor: torch.Tensor) -> None:

@@ -138,7 +138,6 @@ class GroupLog:
             self.nbytes += entry.nbytes
 
     def borrowed(self) -> Iterator[tuple[int, LogEntry]]:
-        """Entries whose results are the program's memory."""
         return ((seq, entry) for seq, entry in self.entries.items() if entry.borrowed)
 
     def drop(self, seq: int) -> None:

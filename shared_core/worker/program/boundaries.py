@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.leaving import EXIT_LEFT, FILE
 from shared_core.worker.checkpoints.resharding import GRADIENTS
 from shared_core.worker.checkpoints.restored import Restored
-from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.made_groups import MadeGroups
+from shared_core.worker.comm import Runtime, compat
+from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.integrity import StateCheck
 from shared_core.worker.program.own_standby import OwnStandby, flush
@@ -43,25 +44,65 @@ class BoundaryState:
     """
 
     def __init__(self, runtime: Runtime, parts: StateParts, trained: Trained) -> None:
-        self._place, self._made_groups, self._parts, self._trained = runtime.place, MadeGroups(runtime), parts, trained
+        self._runtime, self._parts, self._trained = runtime, parts, trained
 
     def capture(self, gradients: dict[int, torch.Tensor] | None) -> dict[str, Any]:
         """Plain data, in part live; ``gradients``: pending ones, by place."""
         parts = self._parts.capture() | self._trained.capture()
-        parts |= {_GROUPS: self._made_groups.capture(), _PLACE: self._place.capture()}
+        parts |= {_GROUPS: _capture_groups(self._runtime), _PLACE: self._runtime.place.capture()}
         return parts if gradients is None else parts | {GRADIENTS: gradients}
 
     def restore(self, place: Restored) -> dict[int, torch.Tensor] | None:
         """Put back what ``place`` has beside replicated state, which is there. Returns the pending gradients."""
         parts = place.parts | self._parts.of_main(place.main)
-        if _PLACE in parts:  # not in older checkpoints
-            self._place.restore(parts[_PLACE])
-        if _GROUPS in parts:  # before variables, which may name groups
-            self._made_groups.restore(parts[_GROUPS], missing=not (place.resized or place.added))
+        self._runtime.place.restore(parts[_PLACE])
+        # Before variables, which may name groups.
+        _restore_groups(self._runtime, parts[_GROUPS], missing=not (place.resized or place.added))
         self._parts.restore(parts)
         self._trained.set_gradients(parts.get(GRADIENTS, {}))
         self._trained.restore(parts, place.boundary.index, again=bool(place.tier) or place.resized)
         return place.parts.get(GRADIENTS)
+
+
+def _capture_groups(runtime: Runtime) -> dict[str, Any]:
+    """The groups that the program has made, as plain data: the number of the next one, how often each name was given,
+    and those that are there.
+
+    A group is named by how many were made before it, and a replacement has made those of the start-up only. At its step
+    boundary it makes the others that are there, under their names, and counts on from where the failed worker was.
+    """
+    groups = [
+        [name, list(group.ranks), group.timeout.total_seconds(), desc]
+        for name, group, desc in _groups_there()
+        if group is not runtime.world
+    ]
+    with runtime.lock:
+        return {"next": compat.groups_made(), "given": dict(runtime.groups.given), "groups": groups}
+
+
+def _restore_groups(runtime: Runtime, captured: dict[str, Any], *, missing: bool) -> None:
+    """Make the groups of ``captured`` that are missing and have this rank, and count on from there. With ``missing``
+    False it makes none, for another number of ranks.
+    """
+    given, there = captured["given"], {name for name, _, _ in _groups_there()}
+    wanted = [each for each in captured["groups"] if each[0] not in there and runtime.rank in each[1]]
+    with runtime.generations.in_the_background():
+        for name, ranks, timeout_s, desc in wanted if missing else ():
+            with runtime.lock:
+                runtime.groups.given[name] = given[name] - 1
+            compat.make_group(name, ranks, timedelta(seconds=timeout_s), desc)
+    with runtime.lock:
+        dict.update(runtime.groups.given, given)  # a Counter's own would add
+    compat.name_groups_from(captured["next"])
+
+
+def _groups_there() -> list[tuple[str, Any, str]]:
+    """torch's name of each group, its state, and its description."""
+    return [
+        (compat.group_name(group), group._state, group.group_desc)
+        for group in compat.groups_there()
+        if isinstance(group, SwiftProcessGroup)
+    ]
 
 
 class Checkpointing:
@@ -90,7 +131,6 @@ class Checkpointing:
         self._reachable = reachable
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
-        """See :meth:`Job.note_loss`."""
         if (pricing := self._start.checkpoints.pricing) is not None:
             pricing.loss(self._position.boundaries, loss)
 
@@ -196,7 +236,6 @@ class Joining:
 
     @property
     def pending(self) -> bool:
-        """Whether there is a place to reach, and it is not reached yet."""
         return self._start.joining
 
     def at(self, kind: str) -> bool:
@@ -337,11 +376,9 @@ class StepBoundaries:
         self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
 
     def expect(self, left: int) -> None:
-        """So many step boundaries are still to come, if nothing changes."""
         self._progress.expect(left)
 
     def batch(self, accumulating: bool, epoch: int | None) -> bool:
-        """See :meth:`Job.step_boundary`."""
         inject.point("step_boundary")
         self._reporter.deliver()
         if self._joining.at("batch"):

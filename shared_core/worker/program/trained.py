@@ -132,7 +132,6 @@ class Trained:
         replicas: Sequence[int] | None = None,
         sharded: bool = False,
     ) -> None:
-        """See :meth:`Job.attach`."""
         self._refuse_devices(modules)
         divided = sharded_modules(modules)
         if divided:
@@ -205,7 +204,6 @@ class Trained:
             self._buckets.forward_done(ddp)
 
     def bucket_handed_over(self, op: Op) -> None:
-        """DDP has handed over a bucket, which this operation reduces."""
         if self._overlaps:
             self._overlapped.bucket(op)
 
@@ -284,7 +282,6 @@ class Trained:
             )
 
     def keep_boundaries(self) -> None:
-        """See :meth:`Job.keep_boundaries`."""
         self._keeps_boundaries = True
         self.updates.outside.expect()
 
@@ -315,7 +312,6 @@ class Trained:
             dist.all_reduce(torch.zeros(1))
 
     def unsettled(self) -> bool:
-        """See :meth:`Buckets.unsettled`."""
         return self._buckets.unsettled()
 
     def capture(self) -> dict[str, Any]:
@@ -377,7 +373,6 @@ class Trained:
     def publish_unoptimized(
         self, publisher: SharedMemoryPublisher, boundary: int, values: Mapping[int, Any]
     ) -> dict[int, int]:
-        """See :meth:`UnoptimizedParameters.publish`."""
         return self._unoptimized.publish(publisher, boundary, values)
 
     def _capture_unoptimized(self) -> dict[int, torch.Tensor]:

@@ -5,7 +5,6 @@ here, with what it has heard: the one place where a phase changes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared_core.events import EventLog
@@ -93,10 +92,6 @@ class Lifecycle:
             if self.phase not in (WorkerPhase.JOINING, WorkerPhase.ENDED):
                 self._runtime.starting = self.phase.answers
             return actions
-
-    def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until ``done()``, which an entry may make true; False after ``timeout_s``. Callers hold the lock."""
-        return self._runtime.changed.wait_for(done, timeout_s)
 
     def why(self, do: str, generation: int) -> str:
         """What ranks are waited for to do, and why it takes long, for the line that says so."""

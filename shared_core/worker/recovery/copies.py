@@ -147,7 +147,6 @@ class Taking:
         return self.failed
 
     def stop(self) -> None:
-        """Cut the connection and wait for the thread."""
         self._runtime.connections.drop_side(self._inner)
         self._thread.join()
 
@@ -301,7 +300,6 @@ class StateCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether :meth:`complete` is to be called."""
         return self._taking is not None
 
     def complete(self) -> None:

@@ -77,7 +77,6 @@ class Donor:
         return Offer(self._env.rank, self._env.slot, boundaries, self._updates.state_version if has_state else None)
 
     def withdraw(self) -> None:
-        """Continue: nobody leaves."""
         self._leaving.close()
 
     def drain_for_resize(self, cut: Cut) -> None:

@@ -256,7 +256,7 @@ class Exchange:
                 raise
             with runtime.lock:
                 # A broken connection mostly means a failure, which is announced in a moment.
-                if self._lifecycle.wait(given_up, 2.0):
+                if runtime.changed.wait_for(given_up, 2.0):
                     raise GenerationAbandoned(str(error)) from error
             raise NotConnected(str(error)) from error
         finally:

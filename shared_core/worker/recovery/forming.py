@@ -228,7 +228,6 @@ class Forming:
         runtime.expected = {} if skips else self._publisher.input_checksums.read()
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
-        """See :meth:`OperationListener.made_again`."""
         return self._boundary, self._for_later.pop(group, {})
 
 

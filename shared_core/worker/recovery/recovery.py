@@ -248,7 +248,7 @@ class WorkerRecovery:
                     return self.forming.form(generation)
             except GenerationAbandoned:
                 with self.runtime.lock:
-                    life.wait(lambda seen=generation: life.ended(seen), 0.5)  # type: ignore[misc]
+                    self.runtime.changed.wait_for(lambda seen=generation: life.ended(seen), 0.5)  # type: ignore[misc]
             except RecoveryFailed as error:
                 self.fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:

@@ -95,7 +95,6 @@ class Spare:
         return generation
 
     def take_place(self) -> None:
-        """The place is free, and this worker takes it."""
         self.waits = False
         self._publisher.look_again()
         for call in self._then:
@@ -126,7 +125,6 @@ class StartPoint:
         return "same"
 
     def has_finished(self, entry: int) -> bool:
-        """Whether the failed worker had finished an entry call."""
         return False
 
     def finished(self, entry: int) -> EntryEnd | None:

@@ -199,7 +199,6 @@ class SurvivorGroup:
         raise self._runtime.suspicion.overdue(error, self._runtime.world, f"the training step (with {others},")
 
     def close(self) -> None:
-        """Cut the connections."""
         self._runtime.connections.drop_side(self._inner)
         self._sent.put(None)
 
@@ -439,7 +438,6 @@ class SurvivorGroups:
         return before
 
     def await_absent(self) -> bool:
-        """See :meth:`OperationListener.await_absent`."""
         if self._admits is None:
             return False
         self._admits()

@@ -22,6 +22,7 @@ from shared_core.system import threads
 from shared_core.waiting import Wait
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
 from shared_core.worker.spans import Span, bundled
+from shared_core.worker.state.checksums import raw_bytes
 from shared_core.worker.state.replicated import pack, unpack
 
 _TAG = 2**30
@@ -43,7 +44,7 @@ def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: Seq
     def messages() -> Iterator[Message]:
         yield torch.tensor([packed.numel()]), ()
         yield packed, ()
-        yield from _messages([_flat(t) for t in tensors], whole(tensors), gather=True)
+        yield from _messages([raw_bytes(t) for t in tensors], whole(tensors), gather=True)
 
     _outgoing(inner, destination, messages())
 
@@ -75,14 +76,14 @@ def receive(
     described = unpack(packed)
     tensors = room(described["layout"])
     if tensors:
-        get(_messages([_flat(t) for t in tensors], whole(tensors), gather=False))
+        get(_messages([raw_bytes(t) for t in tensors], whole(tensors), gather=False))
     return described["head"], tensors
 
 
 def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
     """Send parts of tensors whose layout the other knows; it calls :func:`receive_spans`."""
     await_all(apart(tensors))
-    messages = _messages([_flat(t) for t in tensors], spans, gather=True)
+    messages = _messages([raw_bytes(t) for t in tensors], spans, gather=True)
     _outgoing(inner, destination, messages)
 
 
@@ -98,7 +99,7 @@ def receive_spans(
     Raises:
         StillWriting: if the group was cut and something may still be written into the tensors.
     """
-    views = [_flat(t) for t in tensors]
+    views = [raw_bytes(t) for t in tensors]
     flows = {place: _incoming(inner, place, _messages(views, each, gather=False)) for place, each in spans.items()}
     failed: RuntimeError | None = None
     for place, flow in flows.items():
@@ -159,10 +160,6 @@ def _messages(views: Sequence[torch.Tensor], spans: Sequence[Span], *, gather: b
             yield torch.cat([to_host(part) for part in parts]), ()
         else:
             yield torch.empty(sum(span.size for span in bundle), dtype=torch.uint8), parts
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _outgoing(inner: InnerGroup, place: int, messages: Iterable[Message]) -> None:

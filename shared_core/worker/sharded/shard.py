@@ -253,7 +253,7 @@ def _unpacked(parameter: Any, packed: Any) -> Any:
     if not isinstance(packed, tuple):
         return packed
     if len(packed) <= 2:
-        value, on_host = (*packed, True)[:2]  # older checkpoints hold CPU tensors only
+        value, on_host = packed
         return value if on_host else value.to(parameter.device)
     from torch.distributed.tensor import DTensor, Placement, Replicate
     from torch.distributed.tensor import Shard as Sharded

@@ -36,7 +36,6 @@ def note_inherited() -> None:
 
 
 def inherited() -> frozenset[str]:
-    """What was open then, as in :func:`descriptors`."""
     return _inherited
 
 

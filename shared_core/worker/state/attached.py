@@ -152,7 +152,6 @@ class Layers:
         ]
 
     def restore_unsaved(self, names: Sequence[str]) -> None:
-        """Inverse of :meth:`unsaved`."""
         for path, layer in self._layers.items():
             layer._non_persistent_buffers_set.update(name for name in layer._buffers if f"{path}{name}" in names)
 

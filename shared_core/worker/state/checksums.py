@@ -42,7 +42,7 @@ _LEAST = 4 << 20
 
 def checksum(tensor: torch.Tensor) -> int:
     """64-bit checksum of a tensor's values. Equal bytes give equal sums, whatever the shape and the device."""
-    raw = _raw(tensor)
+    raw = raw_bytes(tensor)
     return _between(raw, 0, raw.numel())
 
 
@@ -65,7 +65,7 @@ class RunningSums:
 
     def add_part(self, tensors: Sequence[torch.Tensor]) -> None:
         for span in self._left.pop(0) if self._left else []:
-            found = _between(_raw(tensors[span.tensor]), span.start, span.stop)
+            found = _between(raw_bytes(tensors[span.tensor]), span.start, span.stop)
             self._sums[span.tensor] = (self._sums[span.tensor] + found) & _MASK
 
     @property
@@ -82,7 +82,8 @@ def combined(count: int, places: Sequence[int], sums: Sequence[int]) -> list[int
     return found
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as flat uint8: the same memory where they are contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -26,7 +26,6 @@ from shared_core.worker.comm import Runtime, compat
 from shared_core.worker.comm.op import Op, input_checksum
 from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.publications import RecordKey, Records, SharedMemoryPublisher
-from shared_core.worker.state.support import refuse_ddp, refuse_hooks
 
 #: Has each operation give what the function says, of the tensors that it is called with.
 Answered = Callable[[Callable[[list[torch.Tensor]], list[torch.Tensor]]], AbstractContextManager[None]]
@@ -229,10 +228,7 @@ class BucketInputs:
         """DDP has settled its buckets: ``indices`` of its parameters, bucket by bucket, and how many parameters each
         bucket has.
         """
-        ignored = getattr(ddp, "parameters_to_ignore", ())
-        named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-        parameters = [p for name, p in named if name not in ignored]
-        module, at = _Module(), 0
+        parameters, module, at = trained(ddp), _Module(), 0
         if sorted(indices) == list(range(len(parameters))) and sum(sizes) == len(indices):
             for size in sizes:
                 inside = [parameters[i] for i in indices[at : at + size]]
@@ -244,7 +240,6 @@ class BucketInputs:
         self._tried.clear()
 
     def forward(self, ddp: nn.Module) -> None:
-        """A module will hand over its buckets, each once."""
         module = self._modules.get(id(ddp))
         if module is not None:
             module.left = len(module.inputs)
@@ -457,3 +452,37 @@ class Buckets:
                 ddp.reducer._rebuild_buckets()
             self._know(ddp, [agreed[f"{number}.{ordinal}"][0] for ordinal in (len(agreed) - 2, len(agreed) - 1)])
             self._settled.add(number)
+
+
+#: Hooks of torch whose state is kept from batch to batch, or lets replicas differ.
+_KEEPING = "torch.distributed.algorithms."
+
+
+def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
+    """Raises Unsupported for a module over a group without all ranks, and for what :func:`refuse_hooks` refuses."""
+    size = ddp.process_group.size()
+    if size != world_size:
+        raise Unsupported(
+            f"DistributedDataParallel over a group of {size} of the job's {world_size} ranks: a replacement is given "
+            "the parameters of any other rank, so all ranks must train the same. Leave process_group out; a module "
+            "that ranks train apart goes without DistributedDataParallel, and to job.register(module, its_optimizer)"
+        )
+    refuse_hooks(ddp)
+
+
+def refuse_hooks(ddp: DistributedDataParallel) -> None:
+    """Raises Unsupported for what a module may be given later and cannot be recovered: communication hooks,
+    uneven inputs.
+    """
+    kept = [type(state) for _, state in ddp._comm_hooks if type(state).__module__.startswith(_KEEPING)]
+    if kept:
+        raise Unsupported(
+            f"the communication hook of a DistributedDataParallel module keeps a {kept[0].__name__} from batch to "
+            "batch, which a replacement cannot be given: use a hook without such state (fp16_compress_hook), or none"
+        )
+    if ddp._join_config.enable:
+        raise Unsupported(
+            "Join and model.join() let ranks end a pass after different numbers of batches, so that their optimizers "
+            "are not at the same update, and none can stand in for another: give all ranks as many batches "
+            "(DistributedSampler, drop_last), and leave join() out"
+        )

@@ -121,4 +121,4 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _decoded(value: Any) -> Any:
-    return loads(value) if isinstance(value, bytes) else value  # older checkpoints have it as it is
+    return loads(value) if isinstance(value, bytes) else value  # those of an added worker are made as they are

@@ -54,7 +54,6 @@ class LoggedUpdate:
 
     @property
     def intact(self) -> bool:
-        """Whether the gradients are what the optimizer was given."""
         return [gradient._version for gradient in self.gradients] == self.counts
 
 

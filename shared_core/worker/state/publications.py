@@ -93,7 +93,6 @@ class Mirror:
                 self._give_up(error)
 
     def write(self, name: str, data: Sequence[bytes | memoryview]) -> None:
-        """Copy a whole file, given in pieces."""
         self._try(WRITE, name, data)
 
     def append(self, name: str, data: bytes) -> None:
@@ -553,7 +552,6 @@ class SharedMemoryPublisher:
                 self.publish_end(entry, result, parts)
 
     def tally(self, name: str) -> Tally:
-        """The number called ``name``, made if it is not there."""
         return Tally(self.folder / f"{TALLY}{name}")
 
     # -- reading -----------------------------------------------------------------------------------

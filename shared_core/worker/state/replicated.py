@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from shared_core.devices import apart, await_all
 from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, UnsupportedOptimizer
 from shared_core.plain_json import parse
-from shared_core.worker.state.support import refuse_optimizer
 
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 #: What a description says of an entry of an optimizer's state: plain data, a tensor that is where its parameter is, or
 #: one in host memory whose parameter is on another device.
 VALUE, _TENSOR, _ON_HOST = "value", "tensor", "host"
@@ -186,3 +186,25 @@ def unpack(data: torch.Tensor) -> Any:
         return parse(data.numpy().tobytes())
     except ValueError as error:
         raise CorruptFile(f"a description that came from another worker is damaged: {error}") from error
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Raises UnsupportedOptimizer for one whose state no other rank could give to a replacement."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizer(
+            "LBFGS evaluates its closure several times in a step, so a replacement cannot take over in the "
+            "middle; use another optimizer"
+        )
+    zero = sys.modules.get(_ZERO)  # what is not imported is not used
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        raise UnsupportedOptimizer(
+            f"{name} divides the optimizer's state over the ranks, so nobody has that of a failed one: use the "
+            "optimizer inside by itself, or fully_shard() (docs/sharded.md)"
+        )
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise UnsupportedOptimizer(
+            f"{name} wraps another optimizer and is none itself (its class does not call Optimizer.__init__), so its "
+            "updates cannot be seen: attach the one inside. Where it lets ranks have different parameters between "
+            "averages, as PostLocalSGDOptimizer does, nobody can give a replacement its own: use a plain optimizer"
+        )

@@ -186,7 +186,6 @@ class SharedImage:
     places: tuple[int, ...]
 
     def read(self) -> dict[int, torch.Tensor]:
-        """See :meth:`SharedImages.read`."""
         return self.shared.read(self.layout, self.version, self.places)
 
 

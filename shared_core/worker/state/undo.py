@@ -274,7 +274,6 @@ class Undo:
                 self._handles.append(kept.optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def disarm(self) -> None:
-        """Commit, stop keeping, and free all memory."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

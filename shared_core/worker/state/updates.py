@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shared_core.errors import RecoveryFailed, Unsupported
+from shared_core.errors import ConfigError, RecoveryFailed, Unsupported
 from shared_core.faults import inject
 from shared_core.worker.sharded.local import local_part
 from shared_core.worker.state.external_mutation import ExternalMutation, UnoptimizedParameters
@@ -30,7 +30,6 @@ from shared_core.worker.state.incremental_copy import Followers
 from shared_core.worker.state.newer_state import NewerState, kept_beside
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.shared_images import SharedImage, SharedImages
-from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, Undo, begin_after_closure
 
 
@@ -750,8 +749,17 @@ def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def steps_as_torch(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch's own."""
     return str(inspect.unwrap(type(optimizer).step).__module__).startswith("torch.")
+
+
+def not_attached(optimizer: Optimizer, name: str) -> ConfigError:
+    """The error for an optimizer that steps what is trained, unseen. ``name`` is a parameter that it has changed."""
+    return ConfigError(
+        f"{type(optimizer).__name__} has stepped parameter {name}, which is attached without this optimizer, so its "
+        "updates and its state would not be a replacement's: pass it to attach() or prepare(), or return it from "
+        "configure_optimizers(). Of one that wraps another (Lookahead, SAM) attach the one inside, and job.register() "
+        "the outer one if it also has state"
+    )
 
 
 class Before:
@@ -769,7 +777,6 @@ class Before:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """The step was made: take it back."""
         for parameter, value, state in self._values:
             parameter.data.copy_(value)
             if state is None:
@@ -819,7 +826,6 @@ class Updates:
 
     @property
     def version(self) -> int:
-        """Updates the program has gone through."""
         return self._count.applied
 
     @property
