@@ -171,24 +171,7 @@ class _Ranks:
         return self.said(key, f"to say its {key}")
 
 
-class _NoReplacements:
-    """What a training loop says for replacements, where no worker has to find the place of another."""
-
-    def note_reachable(self, reachable: bool) -> None:
-        """Of no meaning here."""
-
-    def between(self, phase: int, epoch: int | None, pass_: int) -> None:
-        """The same."""
-
-    def continues(self) -> None:
-        """The same."""
-
-    @property
-    def entries(self) -> _NoReplacements:
-        return self
-
-
-class OneProcess(_NoReplacements):
+class OneProcess:
     """What a training loop needs of a job where nobody replaces failed workers: step boundaries with checkpoints.
 
     Args:
@@ -250,6 +233,19 @@ class OneProcess(_NoReplacements):
     @property
     def checkpoints(self) -> OneProcess:
         return self
+
+    entries = checkpoints
+
+    # What a loop says for replacements, which have to find the place of another worker, is of no meaning here.
+
+    def note_reachable(self, reachable: bool) -> None:
+        pass
+
+    def between(self, phase: int, epoch: int | None, pass_: int) -> None:
+        pass
+
+    def continues(self) -> None:
+        pass
 
     def keep_boundaries(self) -> None:
         self._outside = True

@@ -270,10 +270,8 @@ class _Anchors:
         ends: the same at the ends of loops, by their phase.
     """
 
-    def __init__(self, registered: Registered) -> None:
-        self._registered = registered
-        self.loaders: Loaders
-        self.variables: Variables
+    def __init__(self, registered: Registered, loaders: Loaders, variables: Variables) -> None:
+        self._registered, self._loaders, self._variables = registered, loaders, variables
         self.taken: dict[int, bytes] = {}
         self.ends: dict[int, bytes] = {}
 
@@ -291,8 +289,8 @@ class _Anchors:
 
     def _here(self) -> bytes:
         values = self._registered.capture_counters()
-        found = {"random": read_random(), "values": values, "owned": self.loaders.owned()}
-        return dumps(found | {"variables": self.variables.capture(boundary=False)})
+        found = {"random": read_random(), "values": values, "owned": self._loaders.owned()}
+        return dumps(found | {"variables": self._variables.capture(boundary=False)})
 
     def restore(self, taken: Mapping[int, bytes], place: int) -> None:
         """Put back what a failed worker has taken there; nothing if it has taken nothing."""
@@ -300,8 +298,8 @@ class _Anchors:
             return
         found = loads(taken[place])
         self._registered.restore_counters(found["values"])
-        self.loaders.set_owned(found["owned"])
-        self.variables.put_back(found.get("variables", {}), boundary=False)
+        self._loaders.set_owned(found["owned"])
+        self._variables.put_back(found.get("variables", {}), boundary=False)
         write_random(found["random"])
 
 
@@ -343,7 +341,7 @@ class LoopProgress:
         self._walks = Walks()
         self._between = TrainedUse()
         self.registered = Registered()
-        self._anchors = _Anchors(self.registered)
+        self._anchors: _Anchors
         self.config = SwiftConfig()
         self.loaders: Loaders
         self._start = 0
@@ -403,8 +401,8 @@ class LoopProgress:
         self.job, self.config, self._replays = job, config, replays
         self._replaced = job if isinstance(job, Job) else None  # a Checkpointer has what a loop needs of one
         self._warnings.begin(job.rank, self._replaced)
-        self.loaders = self._anchors.loaders = Loaders(job, config)
-        self._anchors.variables = job.variables
+        self.loaders = Loaders(job, config)
+        self._anchors = _Anchors(self.registered, self.loaders, job.variables)
         self._untrained = UntrainedUse(job.rank)
         if replays:
             return

@@ -244,7 +244,7 @@ def test_images_bring_back_what_lay_between_two_updates(updates: Updates) -> Non
             seen.append([p.detach().clone() for p in donor.parameters()])
             gradients(donor, seed)
             optimizers[seed % 2].step()
-        with ahead.given.frozen(2, 1.0) as (description, tensors):
+        with ahead.frozen(2, 1.0) as (description, tensors):
             description, tensors = moved(description, tensors)
     finally:
         for handle in ahead.steps._handles:
@@ -265,14 +265,14 @@ def test_a_donor_waits_for_an_update_and_an_update_for_a_copy(updates: Updates) 
     updates.attach(Replicated([net], [optimizer]))
     with (
         pytest.raises(RecoveryFailed, match="did not get to update 1 within 0 s .it is at update 0."),
-        updates.given.frozen(1, 0.01),
+        updates.frozen(1, 0.01),
     ):
         pass
     entered, leave = threading.Event(), threading.Event()
     copies: list[torch.Tensor] = []
 
     def copy_state() -> None:
-        with updates.given.frozen(1, 30.0) as (_, tensors):
+        with updates.frozen(1, 30.0) as (_, tensors):
             entered.set()
             leave.wait(30.0)
             copies.extend(t.clone() for t in tensors)

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError, WaitTimeout
@@ -46,8 +46,8 @@ from shared_core.worker.state.updates import Updates
 class Sent:
     """Bytes that a copy has sent so far, and when it began (``time.monotonic()``)."""
 
-    nbytes: int
-    began: float
+    nbytes: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
@@ -151,10 +151,6 @@ class Taking:
         self._thread.join()
 
 
-def started() -> Sent:
-    return Sent(0, time.monotonic())
-
-
 #: Longest that a donor may take to answer, in seconds: a thread of it waits for the question.
 _ANSWER_S = 10.0
 
@@ -221,7 +217,7 @@ class StateCopies:
         if incremental_copy is None:
             store.set(f"{key}/answer", "no")
             return
-        sent = started()
+        sent = Sent()
         self._events.emit("copying", rank=rank, generation=generation, donor=self._env.rank)
         try:
             store.set(f"{key}/answer", "yes")

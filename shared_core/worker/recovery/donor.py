@@ -44,10 +44,10 @@ class Donor:
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """The state at step boundary ``boundary``, or at a moment when no update runs and at least ``min_version``
         steps are in it; no update begins inside. Such a moment is waited for, ``wait_timeout_s`` at most, unless
-        ``wait`` is False. See :meth:`GivenState.frozen`.
+        ``wait`` is False. See :meth:`Updates.frozen`.
         """
         timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
-        with self._updates.given.frozen(min_version, timeout_s, boundary) as exported:
+        with self._updates.frozen(min_version, timeout_s, boundary) as exported:
             yield exported
 
     def stays_with(self, version: int) -> bool:
@@ -83,5 +83,5 @@ class Donor:
         """Write the replicated state at the cut to shared memory, for the workers that follow. Raises RecoveryFailed if
         it cannot be had.
         """
-        with self._updates.given.at_version(cut.version, cut.boundary) as (description, tensors):
+        with self._updates.at_version(cut.version, cut.boundary) as (description, tensors):
             self._publisher.put(REPLICATED, b"", pieces((description, list(tensors))))

@@ -281,18 +281,16 @@ class Undo:
         for kept in self._kept.values():
             kept.buffers.release(keep=False)
 
-    # -- facts -------------------------------------------------------------------------------------
-
     @property
     def nbytes(self) -> int:
         """Bytes held in copies, in use or for reuse."""
         return sum(kept.buffers.nbytes for kept in self._kept.values())
 
-    # -- the end of a step -------------------------------------------------------------------------
-
     def commit(self) -> None:
         """The updates are final: everybody has them, or can get them."""
-        self._forget()
+        self._order.clear()
+        for kept in self._kept.values():
+            kept.forget()
 
     @torch.no_grad()
     def undo(self) -> int:
@@ -311,13 +309,8 @@ class Undo:
             if kept.whole is not None:
                 kept.whole()
         undone = len({id(parameter) for _, parameter, _ in self._order})
-        self._forget()
+        self.commit()
         return undone
-
-    def _forget(self) -> None:
-        self._order.clear()
-        for kept in self._kept.values():
-            kept.forget()
 
     # -- hooks -------------------------------------------------------------------------------------
 

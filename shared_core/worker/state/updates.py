@@ -341,130 +341,6 @@ def _put(replicated: Replicated, params: dict[int, torch.Tensor]) -> None:
         replicated.parameters[place].data.copy_(value)
 
 
-class GivenState:
-    """Waits until the state can be given, and keeps updates away meanwhile. Recovery threads call. ``images`` are the
-    parameters before each update; ``fence`` blocks until what is being copied may be changed.
-    """
-
-    def __init__(
-        self, gate: UpdateGate, count: Count, images: UpdateImages, outside: ExternalMutation, fence: Callable[[], None]
-    ) -> None:
-        self._gate, self._count, self._images, self._outside, self._fence = gate, count, images, outside, fence
-        self._replicated: Replicated | None = None
-        self._sharded = False
-        self._undo: Undo | None = None
-        self._parts: Parts | None = None
-
-    def attach(self, replicated: Replicated | None, sharded: bool, undo: Undo | None, parts: Parts | None) -> None:
-        """This state is given from now on; nothing where ``replicated`` is None. ``sharded``: its optimizer's state is
-        divided over the replicas. ``undo`` and ``parts`` are those of the updates since the last step boundary and
-        of the next one.
-        """
-        self._replicated, self._sharded, self._undo, self._parts = replicated, sharded, undo, parts
-
-    @contextmanager
-    def frozen(
-        self, min_version: int, timeout_s: float, boundary: int | None = None
-    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`. The
-        tensors are live, or images, not to be written.
-
-        Args:
-            min_version: updates at the step boundary for which it is wanted.
-            boundary: number of that step boundary; where it is kept, the state is the one at it.
-
-        Raises:
-            RecoveryFailed: if the state does not get there in time, or cannot be had because the script has changed it
-                outside updates, also when the context ends.
-        """
-        with self._gate.condition:
-            ready = self._gate.condition.wait_for(lambda: self._has(min_version, boundary), timeout=timeout_s)
-            if not ready:
-                raise RecoveryFailed(
-                    f"the state did not get to update {min_version} within {timeout_s:.0f} s (it is at update "
-                    f"{self._count.state}), so no replacement can be given it. A step hangs, or is slow: then raise "
-                    "detection.wait_timeout_s"
-                )
-            kept = self._outside.given(boundary)
-            if kept is None and boundary is not None:
-                self._outside.refuse()
-            self._gate.hold()
-        try:
-            if kept is not None:
-                yield kept
-                return
-            self._whole()
-            description, tensors = self._export()
-            if self._sharded:
-                yield (
-                    description | {"version": min_version, "images": []},
-                    self._images.parameters_at(min_version, tensors),
-                )
-                return
-            description["version"] = self._count.state
-            self._images.add_to(description, tensors, min_version)
-            yield description, tensors
-            if boundary is not None:
-                self._outside.refuse()  # it may have been changed meanwhile
-        finally:
-            self._gate.release()
-
-    def _whole(self) -> None:
-        """Take back the parts of an update that cannot be completed without the replacement. The program makes them
-        again when it has the others, or in ``optimizer.step()``.
-        """
-        if self._parts is not None and self._parts.torn:
-            self._fence()
-            with self._gate.condition:
-                self._parts.take_back()
-                self._outside.part_updated()
-
-    def _has(self, version: int, boundary: int | None = None) -> bool:
-        """Whether a replacement that starts at ``version`` can be given the state now. Callers hold the lock of
-        the updates.
-        """
-        if self._gate.installing:
-            return False
-        if self._outside.decided(boundary):
-            return True  # also in the middle of an update
-        if self._outside.waits(boundary):
-            return False
-        if self._sharded and self._images.has(version):
-            return True  # also in the middle of an update, whose end may need the replacement
-        return not self._gate.updating and self._count.state >= version
-
-    def _export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": [], "here": True}
-        return self._replicated.export() if self._replicated is not None else (nothing, [])
-
-    @contextmanager
-    def at_version(
-        self, version: int, boundary: int | None = None
-    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """State with ``version`` updates in it, as it was at step boundary ``boundary``, the last one; updates since
-        then are undone, in place. Call while the gate is held. Raises RecoveryFailed if that state cannot be had.
-        """
-        kept = self._outside.given(boundary)
-        if kept is not None:
-            yield kept
-            return
-        if boundary is not None:
-            self._outside.refuse()
-        has = self._count.state
-        if has < version or (has > version and self._undo is None):
-            raise RecoveryFailed(f"the state contains {has} updates, but {version} were requested")
-        self._whole()
-        if has > version:
-            assert self._undo is not None and self._replicated is not None
-            self._fence()
-            # A backward may be under way; it continues with what it has, and what it gives is not used.
-            with _unsafe_preserve_version_counter(tuple(self._replicated.parameters)):
-                self._undo.undo()
-            self._count.begin(version)
-        description, tensors = self._export()
-        yield description | {"version": version, "images": []}, tensors
-
-
 class UpdateSteps:
     """Updates as they are made: held off while the state is copied, left out where the state contains them. The
     program's thread calls.
@@ -811,13 +687,17 @@ class Updates:
     ) -> None:
         self._fence = fence
         self._count = Count()
+        #: Of the updates since the last step boundary, and of the next one.
         self._undo: Undo | None = None
+        self._parts: Parts | None = None
         self._stays = False
         self.replicated: Replicated | None = None
+        #: The same where others may be given it; and whether its optimizer's state is divided over the replicas.
+        self._given: Replicated | None = None
+        self._sharded = False
         self.outside, self.followers = ExternalMutation(preimages), Followers()
         self._images = UpdateImages(preimages, self._count, stable, self.outside, shared)
         self.gate = UpdateGate()
-        self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
         self.steps = UpdateSteps(
             self.gate, self._count, self._images, self.outside, self.followers, before, after, fence
         )
@@ -884,7 +764,7 @@ class Updates:
         Args:
             unoptimized: those of its parameters that no optimizer steps. Without it changes outside updates are not
                 looked for.
-            undo: keep what updates overwrite until the next step boundary, for :meth:`GivenState.at_version`.
+            undo: keep what updates overwrite until the next step boundary, for :meth:`at_version`.
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A replacement
                 then runs every update that the failed worker's batch had, on its own shard, and is given the parameters
                 at its step boundary, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
@@ -901,19 +781,18 @@ class Updates:
         """
         if self._undo is not None:
             self._undo.disarm()
-            self._undo = None
-        if undo and replicated.optimizers:
-            self._undo = Undo(replicated.optimizers)
-            self._undo.arm()
-        made = Parts(replicated.optimizers[0], self._undo) if parts else None
+        armed = Undo(replicated.optimizers) if undo and replicated.optimizers else None
+        if armed is not None:
+            armed.arm()
+        made = Parts(replicated.optimizers[0], armed) if parts else None
         with self.gate.condition:
-            self.replicated = replicated
+            self.replicated, self._given, self._sharded = replicated, None if own else replicated, sharded
+            self._undo, self._parts = armed, made
             self.followers.able = not sharded and not own and made is None
             stepped = replicated.stepped()
             same = {i: p for i, p in enumerate(replicated.parameters) if id(p) in stepped}
             same = same if stepped.issubset(summed) else {}
             self._images.attach(len(replicated.optimizers), sharded, own, same=same)
-            self.given.attach(None if own else replicated, sharded, self._undo, made)
             self.outside.attach(replicated, unoptimized)
             self.steps.attach(replicated, made, own, refuse)
 
@@ -952,6 +831,110 @@ class Updates:
         if self._undo is not None:
             self._undo.commit()
         self._images.at_boundary(index)
+
+    # -- the state as it is given to others: recovery threads call --------------------------------
+
+    @contextmanager
+    def frozen(
+        self, min_version: int, timeout_s: float, boundary: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`. The
+        tensors are live, or images, not to be written.
+
+        Args:
+            min_version: updates at the step boundary for which it is wanted.
+            boundary: number of that step boundary; where it is kept, the state is the one at it.
+
+        Raises:
+            RecoveryFailed: if the state does not get there in time, or cannot be had because the script has changed it
+                outside updates, also when the context ends.
+        """
+        with self.gate.condition:
+            ready = self.gate.condition.wait_for(lambda: self._has(min_version, boundary), timeout=timeout_s)
+            if not ready:
+                raise RecoveryFailed(
+                    f"the state did not get to update {min_version} within {timeout_s:.0f} s (it is at update "
+                    f"{self._count.state}), so no replacement can be given it. A step hangs, or is slow: then raise "
+                    "detection.wait_timeout_s"
+                )
+            kept = self.outside.given(boundary)
+            if kept is None and boundary is not None:
+                self.outside.refuse()
+            self.gate.hold()
+        try:
+            if kept is not None:
+                yield kept
+                return
+            self._whole()
+            description, tensors = self._export()
+            if self._sharded:
+                yield (
+                    description | {"version": min_version, "images": []},
+                    self._images.parameters_at(min_version, tensors),
+                )
+                return
+            description["version"] = self._count.state
+            self._images.add_to(description, tensors, min_version)
+            yield description, tensors
+            if boundary is not None:
+                self.outside.refuse()  # it may have been changed meanwhile
+        finally:
+            self.gate.release()
+
+    def _whole(self) -> None:
+        """Take back the parts of an update that cannot be completed without the replacement. The program makes them
+        again when it has the others, or in ``optimizer.step()``.
+        """
+        if self._parts is not None and self._parts.torn:
+            self._fence()
+            with self.gate.condition:
+                self._parts.take_back()
+                self.outside.part_updated()
+
+    def _has(self, version: int, boundary: int | None = None) -> bool:
+        """Whether a replacement that starts at ``version`` can be given the state now. Callers hold the lock of
+        the updates.
+        """
+        if self.gate.installing:
+            return False
+        if self.outside.decided(boundary):
+            return True  # also in the middle of an update
+        if self.outside.waits(boundary):
+            return False
+        if self._sharded and self._images.has(version):
+            return True  # also in the middle of an update, whose end may need the replacement
+        return not self.gate.updating and self._count.state >= version
+
+    def _export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": [], "here": True}
+        return self._given.export() if self._given is not None else (nothing, [])
+
+    @contextmanager
+    def at_version(
+        self, version: int, boundary: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """State with ``version`` updates in it, as it was at step boundary ``boundary``, the last one; updates since
+        then are undone, in place. Call while the gate is held. Raises RecoveryFailed if that state cannot be had.
+        """
+        kept = self.outside.given(boundary)
+        if kept is not None:
+            yield kept
+            return
+        if boundary is not None:
+            self.outside.refuse()
+        has = self._count.state
+        if has < version or (has > version and self._undo is None):
+            raise RecoveryFailed(f"the state contains {has} updates, but {version} were requested")
+        self._whole()
+        if has > version:
+            assert self._undo is not None and self._given is not None
+            self._fence()
+            # A backward may be under way; it continues with what it has, and what it gives is not used.
+            with _unsafe_preserve_version_counter(tuple(self._given.parameters)):
+                self._undo.undo()
+            self._count.begin(version)
+        description, tensors = self._export()
+        yield description | {"version": version, "images": []}, tensors
 
     # -- a replacement takes over a state -------------------------------------------------------------
 
