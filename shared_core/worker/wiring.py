@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +30,6 @@ from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.program.boundaries import (
-    BoundaryState,
     Checkpointing,
     Joining,
     LeavingPublisher,
@@ -47,7 +45,6 @@ from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.context import Context, Lifecycle
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Commits, Replays
@@ -113,9 +110,6 @@ class WorkerRuntime:
         # Recovery.
         donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
-        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, relay)
-        survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
-        self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
         commits = Commits(
             runtime,
             log,
@@ -124,20 +118,31 @@ class WorkerRuntime:
             config.log.budget_bytes,
         )
         replays = self.replays = Replays(runtime, log, commits)
+        reporter = self.reporter = RecoveryReporter(context, updates, lambda: self.start.checkpoints.rolled_back())
+        recovery = self.recovery = WorkerRecovery(
+            context,
+            publisher,
+            donor,
+            copies,
+            reporter,
+            replays,
+            lambda: unmarked.irreplaceable,
+            lambda: self.start.checkpoints.own.boundaries(),
+        )
+        survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
+        self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
         spare = self._spare = Spare(env, store, publisher)
         start = self.start = WorkerStart(
             context, recovery, survivor_groups, updates, parts, spare, position, lambda: commits.presses
         )
         state_check = self.state_check = StateCheck(context, updates, position, lambda: self.start.checkpoints)
-        reporter = self.reporter = RecoveryReporter(context, updates, lambda: start.checkpoints.rolled_back())
         # What the program calls.
         self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
         replicas = self._replicas = Replicas(recovery, updates)
-        state = BoundaryState(runtime, parts, trained)
-        publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
-        self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
+        publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
+        self.joining = Joining(start, position, trained, progress, replays, reporter, publishing)
         self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
         self.boundaries = StepBoundaries(
             position,
@@ -194,15 +199,12 @@ class WorkerRuntime:
 
 
 class _Relay:
-    """Passes calls from below on to parts that are made after the caller: it is the
-    :class:`~shared_core.worker.comm.listener.OperationListener` of the groups, and the
-    :class:`~shared_core.worker.recovery.recovery.RecoveryListener` of the forming of generations.
+    """Passes calls of the groups on to parts that are made after them: their
+    :class:`~shared_core.worker.comm.listener.OperationListener`.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
-
-    # -- of the groups -------------------------------------------------------------------------------------------------
 
     def first_group(self) -> None:
         """Form the first generation. A replacement with a step boundary to reach does so there; another joins here."""
@@ -275,24 +277,6 @@ class _Relay:
 
     def failed(self, error: SwiftError) -> None:
         self._worker.fatal_actions.fail(error)
-
-    # -- of the forming of generations ---------------------------------------------------------------------------------
-
-    def recovered(self, fields: dict[str, Any]) -> None:
-        self._worker.reporter.recovered(fields)
-
-    def irreplaceable(self) -> str:
-        return self._worker.unmarked.irreplaceable
-
-    def rerouted(self, detected: float) -> None:
-        self._worker.reporter.rerouted(detected)
-        self._worker.copies.offer()
-
-    def replaying(self, replaying: Replaying) -> None:
-        self._worker.replays.begun(replaying)
-
-    def saved_boundaries(self) -> list[StepBoundary]:
-        return self._worker.start.checkpoints.own.boundaries()
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:

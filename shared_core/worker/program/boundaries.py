@@ -38,32 +38,6 @@ from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPubli
 _PLACE, _GROUPS = "swift.place", "swift.groups_made"
 
 
-class BoundaryState:
-    """What the program has registered, with what belongs to the boundary itself: the place in the program, the groups
-    that it has made, pending gradients.
-    """
-
-    def __init__(self, runtime: Runtime, parts: StateParts, trained: Trained) -> None:
-        self._runtime, self._parts, self._trained = runtime, parts, trained
-
-    def capture(self, gradients: dict[int, torch.Tensor] | None) -> dict[str, Any]:
-        """Plain data, in part live; ``gradients``: pending ones, by place."""
-        parts = self._parts.capture() | self._trained.capture()
-        parts |= {_GROUPS: _capture_groups(self._runtime), _PLACE: self._runtime.place.capture()}
-        return parts if gradients is None else parts | {GRADIENTS: gradients}
-
-    def restore(self, place: Restored) -> dict[int, torch.Tensor] | None:
-        """Put back what ``place`` has beside replicated state, which is there. Returns the pending gradients."""
-        parts = place.parts | self._parts.of_main(place.main)
-        self._runtime.place.restore(parts[_PLACE])
-        # Before variables, which may name groups.
-        _restore_groups(self._runtime, parts[_GROUPS], missing=not (place.resized or place.added))
-        self._parts.restore(parts)
-        self._trained.set_gradients(parts.get(GRADIENTS, {}))
-        self._trained.restore(parts, place.boundary.index, again=bool(place.tier) or place.resized)
-        return place.parts.get(GRADIENTS)
-
-
 def _capture_groups(runtime: Runtime) -> dict[str, Any]:
     """The groups that the program has made, as plain data: the number of the next one, how often each name was given,
     and those that are there.
@@ -145,7 +119,7 @@ class Publishing:
     def __init__(
         self,
         position: BoundaryPosition,
-        state: BoundaryState,
+        parts: StateParts,
         trained: Trained,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
@@ -153,9 +127,26 @@ class Publishing:
         replicas: Replicas,
         checkpoints: Checkpointing,
     ) -> None:
-        self._position, self._state, self._trained, self._runtime = position, state, trained, runtime
+        self._position, self._parts, self._trained, self._runtime = position, parts, trained, runtime
         self._publisher, self._survivor_groups, self._replicas = publisher, survivor_groups, replicas
         self._checkpoints = checkpoints
+
+    def capture(self, gradients: dict[int, torch.Tensor] | None) -> dict[str, Any]:
+        """Plain data, in part live; ``gradients``: pending ones, by place."""
+        parts = self._parts.capture() | self._trained.capture()
+        parts |= {_GROUPS: _capture_groups(self._runtime), _PLACE: self._runtime.place.capture()}
+        return parts if gradients is None else parts | {GRADIENTS: gradients}
+
+    def restore(self, place: Restored) -> dict[int, torch.Tensor] | None:
+        """Put back what ``place`` has beside replicated state, which is there. Returns the pending gradients."""
+        parts = place.parts | self._parts.of_main(place.main)
+        self._runtime.place.restore(parts[_PLACE])
+        # Before variables, which may name groups.
+        _restore_groups(self._runtime, parts[_GROUPS], missing=not (place.resized or place.added))
+        self._parts.restore(parts)
+        self._trained.set_gradients(parts.get(GRADIENTS, {}))
+        self._trained.restore(parts, place.boundary.index, again=bool(place.tier) or place.resized)
+        return place.parts.get(GRADIENTS)
 
     def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
         """As :meth:`publish`, under the publisher's lock: no replacement is given a state from the middle of it."""
@@ -170,11 +161,11 @@ class Publishing:
             self._trained.shard.reshard()
         # First make room: drop what nobody needs any more.
         self._publisher.drop_before(self._settled())
-        parts = self._state.capture(grads)
+        parts = self.capture(grads)
         boundary = self._boundary(kind)
         values = parts.get(UNOPTIMIZED)
         refers = (
-            {UNOPTIMIZED: self._trained.publish_unoptimized(self._publisher, boundary.index, values)} if values else {}
+            {UNOPTIMIZED: self._trained.unoptimized.publish(self._publisher, boundary.index, values)} if values else {}
         )
         self._publisher.publish_boundary(boundary, parts | refers)
         self._passed(boundary)
@@ -223,14 +214,13 @@ class Joining:
         self,
         start: WorkerStart,
         position: BoundaryPosition,
-        state: BoundaryState,
         trained: Trained,
         progress: progress_file.ProgressFile,
         replays: Replays,
         reporter: RecoveryReporter,
         publishing: Publishing,
     ) -> None:
-        self._start, self._position, self._state, self._trained = start, position, state, trained
+        self._start, self._position, self._trained = start, position, trained
         self._progress = progress
         self._replays, self._reporter, self._publishing = replays, reporter, publishing
 
@@ -268,7 +258,7 @@ class Joining:
         """Whether this copy has other rank-local state than was published. What holds a clock changes by itself, from
         one look to the next.
         """
-        once, again = self._state.capture(None), self._state.capture(None)
+        once, again = self._publishing.capture(None), self._publishing.capture(None)
         return any(
             dumps(once[name]) == dumps(again[name]) != dumps(published[name]) for name in once.keys() & published.keys()
         )
@@ -297,7 +287,7 @@ class Joining:
         self._position.boundaries = place.boundary.index
         self._start.checkpoints.joined(place.boundary, saved=bool(place.tier))
         self._start.joined()
-        gradients = self._state.restore(place)
+        gradients = self._publishing.restore(place)
         inject.set_step(self._position.boundaries)
         self._progress.boundary(self._position.boundaries)
         return gradients

@@ -36,7 +36,7 @@ from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import StateParts
 from shared_core.worker.state.overlapped import Overlapped, check
-from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
+from shared_core.worker.state.publications import UNOPTIMIZED
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
@@ -98,6 +98,7 @@ class Trained:
     Attributes:
         replicas: ranks that train the same parameters, where not all do (pipelines); else empty.
         shard: what this rank has of sharded models; None where there are none.
+        unoptimized: parameters that no optimizer steps; from :meth:`attach` on.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Trained:
         self._overlaps = False
         self._handles: list[Any] = []
         self._alike = self._keeps_boundaries = self._meets = False
-        self._unoptimized: UnoptimizedParameters
+        self.unoptimized: UnoptimizedParameters
         self._leftover = LeftoverGradients()
         self.replicas: list[int] = []
         self.shard: OwnState | None = None
@@ -162,10 +163,10 @@ class Trained:
         if self._config.state.verify_every and self._runtime.world_size > 1:
             operates, whole = self._runtime.operates, alike and not divided
             refuse_comparing(self._config, self._buckets.modules, replicated, summed, whole=whole, operates=operates)
-        self._unoptimized = UnoptimizedParameters(replicated, summed)
+        self.unoptimized = UnoptimizedParameters(replicated, summed)
         # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
         # A shard is published with all that was changed.
-        unoptimized = self._unoptimized if alike and not self._config.reroutes and not divided else None
+        unoptimized = self.unoptimized if alike and not self._config.reroutes and not divided else None
         self.updates.attach(
             replicated,
             undo=self._config.resizes,
@@ -270,7 +271,7 @@ class Trained:
         register("swift.modes", attached.modes, attached.restore_modes)
         register("swift.with_gradients", attached.with_gradients, attached.restore_gradients)
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
-        register(UNOPTIMIZED, self._capture_unoptimized, self._unoptimized.restore)
+        register(UNOPTIMIZED, self._capture_unoptimized, self.unoptimized.restore)
 
     def _compare_layers(self, theirs: tuple[str, bool], here: tuple[str, bool]) -> None:
         if theirs != here or theirs[1]:
@@ -370,13 +371,8 @@ class Trained:
             parameter = self.updates.replicated.parameters[index]
             parameter.grad = grad.to(parameter.device)
 
-    def publish_unoptimized(
-        self, publisher: SharedMemoryPublisher, boundary: int, values: Mapping[int, Any]
-    ) -> dict[int, int]:
-        return self._unoptimized.publish(publisher, boundary, values)
-
     def _capture_unoptimized(self) -> dict[int, torch.Tensor]:
-        return self._unoptimized.capture() if self.updates.outside.active or self._config.reroutes else {}
+        return self.unoptimized.capture() if self.updates.outside.active or self._config.reroutes else {}
 
 
 @out_of_graphs

@@ -11,7 +11,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, Unsupported, WaitTimeout
 from shared_core.faults import inject
@@ -28,34 +27,12 @@ from shared_core.worker.recovery.agreement import Agreement, FrontierBuilder
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Exchange, Received, Replaying
+from shared_core.worker.recovery.exchange import Exchange, Received
 from shared_core.worker.recovery.forming import Admitting, Forming
+from shared_core.worker.recovery.replay import Replays
+from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.resize import Draining
 from shared_core.worker.state.publications import SharedMemoryPublisher
-
-
-class RecoveryListener(Protocol):
-    """Given to :class:`~shared_core.worker.recovery.recovery.WorkerRecovery`. Called on any thread."""
-
-    def recovered(self, fields: dict[str, Any]) -> None:
-        """Recovery thread of a survivor: a generation is formed. ``fields`` are those of its event."""
-
-    def irreplaceable(self) -> str:
-        """Why no failed worker of this job can be replaced; empty where one can."""
-
-    def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor: it continues without a rank whose failure was noticed at ``detected``, in
-        seconds since the epoch.
-        """
-
-    def replaying(self, replaying: Replaying) -> None:
-        """Replacements run on from a checkpoint, and this survivor waits for them."""
-
-    def saved_boundaries(self) -> list[StepBoundary]:
-        """Step boundaries of the checkpoints that this rank can begin from."""
-
-    def await_absent(self) -> bool:
-        """A collective of all ranks waits for absent ones: admit them. False if nobody admits them."""
 
 
 class Survivor:
@@ -65,14 +42,18 @@ class Survivor:
         self,
         context: Context,
         donor: Donor,
+        copies: StateCopies,
         agreement: Agreement,
         forming: Forming,
-        listener: RecoveryListener,
+        reporter: RecoveryReporter,
+        replays: Replays,
+        irreplaceable: Callable[[], str],
     ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
         self._events, self._fatal_actions = context.events, context.fatal_actions
-        self._donor, self._agreement, self._forming, self._listener = donor, agreement, forming, listener
+        self._donor, self._copies, self._agreement, self._forming = donor, copies, agreement, forming
+        self._reporter, self._replays, self._irreplaceable = reporter, replays, irreplaceable
 
     def recover(self, entry: Entry) -> None:
         """Form the generation of an entry. What cannot be done ends the worker or the job."""
@@ -94,7 +75,7 @@ class Survivor:
         if not self._lifecycle.break_off(entry):
             return
         self._donor.withdraw()
-        if why := self._listener.irreplaceable():
+        if why := self._irreplaceable():
             raise RecoveryFailed(why)
         inject.point("recovery.severed")
         self._agreement.post(self._store.below(), entry.generation)
@@ -108,13 +89,14 @@ class Survivor:
             "exchange_s": received.seconds,
             "resolution": "replay" if received.replaying else "replica",
         }
-        self._listener.recovered({"generation": entry.generation, **fields})
+        self._reporter.recovered({"generation": entry.generation, **fields})
         if received.replaying is not None:
-            self._listener.replaying(received.replaying)
+            self._replays.begun(received.replaying)
 
     def carry_on(self, entry: Entry) -> None:
         """Continue without the absent ranks: nothing is formed until they are admitted."""
-        self._listener.rerouted(entry.detected)
+        self._reporter.rerouted(entry.detected)
+        self._copies.offer()
         runtime, waits, what = self._runtime, None, ""
         with self._lifecycle.acting:
             newest = self._lifecycle.break_off(entry)
@@ -128,7 +110,7 @@ class Survivor:
         self._say_ready(entry)
         if waits is not None:  # the program's thread does not run: what it would do in here is done for it
             try:
-                if not self._listener.await_absent():
+                if not runtime.listener.await_absent():
                     self._fatal_actions.cannot_complete(what)
                 runtime.operations.call_again(*waits)
             except Exception as error:  # noqa: BLE001 (it would wait for ever)
@@ -145,7 +127,15 @@ class Survivor:
 
 
 class WorkerRecovery:
-    """The recovery of one worker. ``replacement``: this worker takes over from another."""
+    """The recovery of one worker.
+
+    Args:
+        irreplaceable: gives why no failed worker of this job can be replaced; empty where one can. On any thread.
+        saved_boundaries: gives the step boundaries of the checkpoints that this rank can begin from.
+
+    Attributes:
+        replacement: this worker takes over from another.
+    """
 
     def __init__(
         self,
@@ -153,24 +143,30 @@ class WorkerRecovery:
         publisher: SharedMemoryPublisher,
         donor: Donor,
         copies: StateCopies,
-        listener: RecoveryListener,
+        reporter: RecoveryReporter,
+        replays: Replays,
+        irreplaceable: Callable[[], str],
+        saved_boundaries: Callable[[], list[StepBoundary]],
     ) -> None:
-        self.publisher, self._donor, self._copies, self._listener = publisher, donor, copies, listener
+        self.publisher, self._donor, self._copies, self._saved_boundaries = publisher, donor, copies, saved_boundaries
+        self._reporter, self._replays, self._irreplaceable = reporter, replays, irreplaceable
         self.begin(context)
 
     def begin(self, context: Context) -> None:
         """Be that of the worker of ``context``; again in a forked copy of the process."""
         self.env, self.runtime, self.store, self.events = context.env, context.runtime, context.store, context.events
         self.lifecycle, self.fatal_actions = context.lifecycle, context.fatal_actions
-        publisher, donor, listener = self.publisher, self._donor, self._listener
+        publisher, donor, copies = self.publisher, self._donor, self._copies
         self.replacement = self.env.incarnation > 0
         self._prepared = False
         self._frontier_builder = FrontierBuilder(context, donor)
-        self._exchange = Exchange(context, publisher, donor, self._copies)
+        self._exchange = Exchange(context, publisher, donor, copies)
         agreement = self._agreement = Agreement(context, self._frontier_builder)
         self.forming = Forming(context, publisher, agreement, self._exchange)
         self._admitting = Admitting(context, publisher, self._frontier_builder, self.forming)
-        survivor = Survivor(context, donor, agreement, self.forming, listener)
+        survivor = Survivor(
+            context, donor, copies, agreement, self.forming, self._reporter, self._replays, self._irreplaceable
+        )
         draining = Draining(context, donor, self._frontier_builder)
         self._threads: dict[WorkerAction, tuple[str, Callable[[Entry], None]]] = {
             WorkerAction.RECOVER: ("swift-recovery", survivor.recover),
@@ -198,7 +194,7 @@ class WorkerRecovery:
         if not self.replacement:
             self.publisher.follow(env.machines)
         else:
-            self._frontier_builder.boundaries = (*self._listener.saved_boundaries(), *self.publisher.boundaries())
+            self._frontier_builder.boundaries = (*self._saved_boundaries(), *self.publisher.boundaries())
             try:
                 born = Entry.from_json(self.store.below().get(generation_key(life.born)), life.born, env.world_size)
             except DamagedRecord as error:
