@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from shared_core.errors import RecoveryFailed
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.external_mutation import ChangeWatch
-from shared_core.worker.state.replicated import VALUE, Replicated, beside, kind_of
+from shared_core.worker.state.replicated import VALUE, Replicated, beside, entries_of
 
 #: Size of a piece, in bytes; one parameter with its optimizer state may be larger.
 PIECE = 16 << 20
@@ -275,15 +275,7 @@ def described(replicated: Replicated, places: Sequence[int]) -> tuple[list[list[
     rows: list[list[Any]] = []
     for number, optimizer in enumerate(replicated.optimizers):
         for place in places:
-            state = optimizer.state.get(replicated.parameters[place], {})
-            entries: list[list[Any]] = []
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    entries.append([key, kind_of(value, replicated.parameters[place]), len(tensors)])
-                    tensors.append(value.detach())
-                else:
-                    entries.append([key, VALUE, value])
-            if entries:
+            if entries := entries_of(optimizer, replicated.parameters[place], tensors):
                 rows.append([number, place, entries])
     return rows, tensors
 

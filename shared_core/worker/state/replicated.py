@@ -21,14 +21,28 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 VALUE, _TENSOR, _ON_HOST = "value", "tensor", "host"
 
 
-def kind_of(value: torch.Tensor, parameter: torch.Tensor) -> str:
-    """What a description says of a tensor of an optimizer's state."""
-    return _ON_HOST if value.is_cpu and not parameter.is_cpu else _TENSOR
-
-
 def beside(parameter: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
     """A tensor of an optimizer's state where a description says that it is; itself if it is there."""
     return value if kind == _ON_HOST else value.to(parameter.device)
+
+
+def entries_of(optimizer: Optimizer, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> list[list[Any]]:
+    """What an optimizer keeps of a parameter: key, kind, and the value or the place of the tensor in ``tensors``, to
+    which it is added, live. Raises UnsupportedOptimizer for what is neither a tensor nor a number nor text.
+    """
+    entries: list[list[Any]] = []
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor):
+            entries.append([key, _ON_HOST if value.is_cpu and not parameter.is_cpu else _TENSOR, len(tensors)])
+            tensors.append(value.detach())
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            entries.append([key, VALUE, value])
+        else:
+            raise UnsupportedOptimizer(
+                f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors, numbers and text "
+                "can be moved to a replacement: keep it as a tensor"
+            )
+    return entries
 
 
 class Replicated:
@@ -93,32 +107,15 @@ class Replicated:
         updates away meanwhile.
 
         The description is plain data: ``parameters``, their number; ``states``, of each parameter with optimizer state
-        ``[number of the optimizer, place, entries]``; ``tensors``, shape and dtype of each. Raises UnsupportedOptimizer
-        if optimizer state holds something that is neither a tensor nor a number.
+        ``[number of the optimizer, place, entries]``; see :func:`entries_of`, also for what is raised.
         """
         tensors = [p.detach() for p in self.parameters]
-        states: list[list[Any]] = []
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter, state in optimizer.state.items():
-                entries: list[list[Any]] = []
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        entries.append([key, kind_of(value, parameter), len(tensors)])
-                        tensors.append(value.detach())
-                    elif value is None or isinstance(value, (bool, int, float, str)):
-                        entries.append([key, VALUE, value])
-                    else:
-                        raise UnsupportedOptimizer(
-                            f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors, "
-                            "numbers and text can be moved to a replacement: keep it as a tensor"
-                        )
-                states.append([number, self.index_of(parameter), entries])
-        description = {
-            "parameters": len(self.parameters),
-            "states": states,
-            "tensors": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors],
-        }
-        return description, tensors
+        states = [
+            [number, self.index_of(parameter), entries_of(optimizer, parameter, tensors)]
+            for number, optimizer in enumerate(self.optimizers)
+            for parameter in optimizer.state
+        ]
+        return {"parameters": len(self.parameters), "states": states}, tensors
 
     def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor], *, owned: bool = False) -> None:
         """Copy exported state into the parameters and put optimizer state in place. That is left alone when no

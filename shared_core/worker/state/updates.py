@@ -906,7 +906,7 @@ class Updates:
         return not self.gate.updating and self._count.state >= version
 
     def _export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": [], "here": True}
+        nothing: dict[str, Any] = {"parameters": 0, "states": [], "here": True}
         return self._given.export() if self._given is not None else (nothing, [])
 
     @contextmanager
