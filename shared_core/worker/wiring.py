@@ -24,7 +24,6 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import KeptBucketInput
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
-from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.integrity import StateCheck
 from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
@@ -42,9 +41,9 @@ from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.trained import DATA, UPDATE, StepClock, Trained
 from shared_core.worker.program.unmarked import Unmarked
-from shared_core.worker.recovery.context import Context, Lifecycle
+from shared_core.worker.recovery.context import Context, FatalActions, Lifecycle
 from shared_core.worker.recovery.copies import StateCopies
-from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.exchange import Donor
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Commits, Replays

@@ -18,8 +18,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery import exchange
 from shared_core.worker.recovery.copies import StateCopies
-from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Giving, helpers
+from shared_core.worker.recovery.exchange import Donor, Giving, helpers
 from shared_core.worker.spans import Span, bundled, divided
 from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.replicated import Replicated

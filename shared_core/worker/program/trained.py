@@ -26,9 +26,8 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.integrity import flip, refuse_comparing
-from shared_core.worker.sharded.own import Owner, OwnState
+from shared_core.worker.sharded.own import Owner, OwnState, refuse, sharded_modules
 from shared_core.worker.sharded.shard import SHARD, TrainedShard
-from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import LAYERS_OFF, Attached, Layers
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.external_mutation import UnoptimizedParameters

@@ -23,7 +23,7 @@ from shared_core.waiting import Wait, ranks_text, wait_for
 from shared_core.worker.comm.groups import GroupState
 from shared_core.worker.messages.archive import Archive
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.exchange import Donor
 
 
 class FrontierBuilder:

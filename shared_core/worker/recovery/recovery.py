@@ -21,13 +21,11 @@ from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerP
 from shared_core.system import threads
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
-from shared_core.worker.fatal_actions import EXIT_STALE, wait_for_change
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.agreement import Agreement, FrontierBuilder
-from shared_core.worker.recovery.context import Context
+from shared_core.worker.recovery.context import EXIT_STALE, Context, wait_for_change
 from shared_core.worker.recovery.copies import StateCopies
-from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Exchange, Received
+from shared_core.worker.recovery.exchange import Donor, Exchange, Received
 from shared_core.worker.recovery.forming import Admitting, Forming
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import RecoveryReporter

@@ -28,7 +28,7 @@ from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sour
 from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.recovery.agreement import FrontierBuilder
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.exchange import Donor
 from shared_core.worker.state.publication_file import read_file
 from shared_core.worker.state.publications import TALLY, SharedMemoryPublisher
 

@@ -16,7 +16,7 @@ from shared_core.errors import CorruptFile, Unsupported, UnsupportedOptimizer
 from shared_core.worker.comm.compat import reduce_scatter_single
 from shared_core.worker.comm.results import CollectiveResults
 from shared_core.worker.sharded import compat
-from shared_core.worker.sharded.local import is_distributed, local_part
+from shared_core.worker.sharded.own import is_distributed, local_part
 from shared_core.worker.state.replicated import Replicated
 
 #: Key of a captured state that stands for the states of all old ranks. Key of the layouts; it is missing where another

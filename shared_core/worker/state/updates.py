@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shared_core.errors import ConfigError, RecoveryFailed, Unsupported
 from shared_core.faults import inject
-from shared_core.worker.sharded.local import local_part
+from shared_core.worker.sharded.own import local_part
 from shared_core.worker.state.external_mutation import ExternalMutation, UnoptimizedParameters
 from shared_core.worker.state.incremental_copy import Followers
 from shared_core.worker.state.newer_state import NewerState, kept_beside
