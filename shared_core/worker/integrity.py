@@ -11,7 +11,6 @@ every replica by the gradients: then all go back to a checkpoint, which was comp
 from __future__ import annotations
 
 import os
-import threading
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
@@ -83,10 +82,6 @@ def refuse_comparing(
         why = "here torch's own backend reduces them, out of sight"
     if why:
         raise Unsupported(f"state.verify_every compares replicas before their gradients are used, and {why}")
-
-
-#: How long the launcher may take to end a worker that has told of its damage, in seconds.
-_END_S = 60.0
 
 
 class StateCheck:
@@ -203,8 +198,7 @@ class StateCheck:
 
     def _leave(self, text: str) -> NoReturn:
         self._store.tell_damage({"rank": self._env.rank, "pid": os.getpid(), "what": text})
-        threading.Event().wait(_END_S)
-        os._exit(1)
+        self._fatal_actions.await_end()
 
     def _go_back(self, text: str) -> NoReturn:
         """All start again from a checkpoint. Without one the job ends. One rank says so."""
@@ -219,8 +213,7 @@ class StateCheck:
                     "parameters on one rank alone"
                 )
             )
-        threading.Event().wait(_END_S)
-        os._exit(1)
+        self._fatal_actions.await_end()
 
 
 def _integers(values: Sequence[int]) -> torch.Tensor:

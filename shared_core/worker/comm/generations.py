@@ -26,6 +26,16 @@ _FIRST_S = 0.5
 _FOREVER = timedelta(days=10)
 
 
+def attempts(connect: Callable[[int], InnerGroup]) -> InnerGroup:
+    """What ``connect(attempt)`` gives. All members of a group call it with 0, 1, ... until all are connected. Raises
+    NotConnected if the last of ``MAX_ATTEMPTS`` does.
+    """
+    for attempt in range(MAX_ATTEMPTS - 1):
+        with suppress(NotConnected):
+            return connect(attempt)
+    return connect(MAX_ATTEMPTS - 1)
+
+
 class Connections:
     def __init__(self, state: SharedState, groups: Groups) -> None:
         self._state, self._groups = state, groups
@@ -33,12 +43,7 @@ class Connections:
 
     def meet(self, group: GroupState, generation: int, limit_s: float | None = None) -> InnerGroup:
         """As :meth:`new_inner`, in up to ``MAX_ATTEMPTS`` attempts; raises what it raises."""
-        for attempt in range(MAX_ATTEMPTS - 1):
-            try:
-                return self.new_inner(group, generation, attempt, limit_s)
-            except NotConnected:
-                continue
-        return self.new_inner(group, generation, MAX_ATTEMPTS - 1, limit_s)
+        return attempts(lambda attempt: self.new_inner(group, generation, attempt, limit_s))
 
     def new_inner(self, group: GroupState, generation: int, attempt: int, limit_s: float | None = None) -> InnerGroup:
         """A fresh gloo group for ``group``, not yet used by it. All members call with the same generation and attempt.

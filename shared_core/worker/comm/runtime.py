@@ -9,7 +9,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.generations import Connections, Generations
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.listener import OperationListener
-from shared_core.worker.comm.operations import Operations, Suspicion
+from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import GroupPlaces
 from shared_core.worker.comm.results import BoundaryMarks, CollectiveResults
@@ -30,7 +30,6 @@ class Runtime(SharedState):
         marks: which step boundaries the ranks have published; None where they are on several machines.
 
     Attributes:
-        suspicion: decides what becomes of operations that fail.
         others: collectives of other threads than the program's.
     """
 
@@ -49,9 +48,8 @@ class Runtime(SharedState):
         self._places = env.job_dir / f"places{env.restart}.{env.world_size}"
         limit = env.config.log.spill_bytes or _LIMIT
         self.results = CollectiveResults(self, groups, disk, BufferPool(), limit, marks)
-        self.suspicion = Suspicion(self, groups)
         self.others = OtherThreads(self)
-        self.operations = Operations(self, groups, self.results, self.suspicion, self.others)
+        self.operations = Operations(self, groups, self.results, self.others)
         self.connections = Connections(self, groups)
         self.generations = Generations(
             self, groups, self.connections, self.operations, self.others, self.compare_places
@@ -96,7 +94,7 @@ class Runtime(SharedState):
 
     def new_group(self, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> GroupState:
         """A group that is not known to others yet; see :meth:`Generations.add_group`. ``ranks`` are global."""
-        suspect, pool = self.suspicion.suspect, self.results.pool
+        suspect, pool = self.operations.suspect, self.results.pool
         return GroupState(
             name,
             rank,

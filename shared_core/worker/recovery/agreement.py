@@ -25,16 +25,28 @@ from shared_core.worker.messages.archive import Archive
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Donor
 
+Heard = TypeVar("Heard")
 
-class FrontierBuilder:
-    """Makes this rank's frontiers, and waits for keys that ranks set. In a replacement ``boundaries`` are the step
-    boundaries that the failed worker has published, or that are in a checkpoint.
+
+class Agreement:
+    """What one rank says and hears before a generation is connected. Its watcher, its recovery threads and its
+    program call.
+
+    Attributes:
+        boundaries: in a replacement, the step boundaries that the failed worker has published, or that are in a
+            checkpoint.
     """
 
     def __init__(self, context: Context, donor: Donor) -> None:
         self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
         self._donor = donor
         self.boundaries: tuple[StepBoundary, ...] = ()
+        self._saying = threading.Lock()
+        self._said: set[str] = set()
+        self._plans: dict[int, Agreed] = {}
+        self._gone = -1
+
+    # -- where this rank stands --------------------------------------------------------------------
 
     def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
         """Where this rank stands. Where replacements are admitted, with the step ``boundaries`` that it has passed."""
@@ -88,40 +100,6 @@ class FrontierBuilder:
             **self._donor.keeps,
         )
 
-
-def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
-    received, sent = group.channels.watermarks()
-    entries = group.log.entries
-    on_disk = archive.indices(group.name) if archive is not None else ()
-    return GroupFrontier(
-        ranks=group.members,
-        next=group.next,
-        done=group.done.to_json(),
-        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay, *on_disk}),
-        exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
-        received=received,
-        sent=sent,
-        held=group.channels.held(),
-        over=group.over,
-    )
-
-
-Heard = TypeVar("Heard")
-
-
-class Agreement:
-    """What one rank says and hears before a generation is connected. Its watcher, its recovery threads and its
-    program call.
-    """
-
-    def __init__(self, context: Context, frontier_builder: FrontierBuilder) -> None:
-        self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
-        self._frontier_builder = frontier_builder
-        self._saying = threading.Lock()
-        self._said: set[str] = set()
-        self._plans: dict[int, Agreed] = {}
-        self._gone = -1
-
     # -- what this rank says -----------------------------------------------------------------------
 
     def post(self, store: Store, generation: int) -> None:
@@ -131,7 +109,7 @@ class Agreement:
         if not self._first(f"front/{generation}"):
             return
         key, world_size = generation_key(generation), self._env.world_size
-        store.set(f"{key}/front/{self._env.rank}", self._frontier_builder.front().to_json())
+        store.set(f"{key}/front/{self._env.rank}", self.front().to_json())
         if store.add(f"{key}/fronts", 1) != world_size:
             return
         inject.point("recovery.deciding")
@@ -227,7 +205,7 @@ class Agreement:
         what: str,
         speaks: Callable[[], bool],
     ) -> Heard:
-        runtime, (limit_s, bound) = self._runtime, self._frontier_builder.wait_limit(generation)
+        runtime, (limit_s, bound) = self._runtime, self.wait_limit(generation)
         missing = lambda: f"{ranks_text(rank for rank in ranks if not come(rank))} {what}"  # noqa: E731
         wait = Wait(f"rank {self._env.rank}", missing, limit_s, bound=bound, speaks=speaks)
         while True:
@@ -238,3 +216,20 @@ class Agreement:
                 if (found := heard()) is not None:
                     return found
             wait.look()  # it asks the store, so not under the lock
+
+
+def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
+    received, sent = group.channels.watermarks()
+    entries = group.log.entries
+    on_disk = archive.indices(group.name) if archive is not None else ()
+    return GroupFrontier(
+        ranks=group.members,
+        next=group.next,
+        done=group.done.to_json(),
+        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay, *on_disk}),
+        exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
+        received=received,
+        sent=sent,
+        held=group.channels.held(),
+        over=group.over,
+    )

@@ -62,6 +62,10 @@ class FatalActions:
     def give_up(self, error: BaseException) -> NoReturn:
         """As :meth:`fail`, then wait to be killed. Does not return."""
         self.fail(error)
+        self.await_end()
+
+    def await_end(self) -> NoReturn:
+        """The launcher ends this worker; should it not, the process exits by itself."""
         threading.Event().wait(_END_S)
         os._exit(1)
 

@@ -19,7 +19,7 @@ from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait, ranks_text
-from shared_core.worker.comm.generations import MAX_ATTEMPTS
+from shared_core.worker.comm.generations import MAX_ATTEMPTS, attempts
 from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.messages.group_log import Signature, read_signature
 from shared_core.worker.recovery.context import Context
@@ -284,19 +284,15 @@ class Exchange:
             RecoveryFailed: if it cannot be done.
             WaitTimeout: if a member does not come, or does not move its part.
         """
-        attempt = 0
-        while True:
-            try:
-                return self._meet(plan, generation, attempt, members)
-            except NotConnected as error:
-                attempt += 1
-                if attempt == MAX_ATTEMPTS:
-                    raise RecoveryFailed(
-                        f"rank {self._rank}: no connection in {MAX_ATTEMPTS} attempts, although all processes run "
-                        f"({error}). Check the network, and firewalls between the machines"
-                    ) from error
-            except CorruptFile as error:
-                raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
+        try:
+            return attempts(lambda attempt: self._meet(plan, generation, attempt, members))
+        except NotConnected as error:
+            raise RecoveryFailed(
+                f"rank {self._rank}: no connection in {MAX_ATTEMPTS} attempts, although all processes run "
+                f"({error}). Check the network, and firewalls between the machines"
+            ) from error
+        except CorruptFile as error:
+            raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
 
     def _meet(self, plan: Plan, generation: int, attempt: int, members: Sequence[int] | None) -> InnerGroup:
         """One attempt. Raises NotConnected if it broke off although nobody failed."""

@@ -26,7 +26,7 @@ from shared_core.transport.store import Store
 from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.messages.group_log import Logged
-from shared_core.worker.recovery.agreement import Agreement, FrontierBuilder
+from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import EXIT_STALE, Context, wait_for_change
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.transfer import StillWriting
@@ -50,7 +50,7 @@ class Comparison:
 
 
 class Forming:
-    """Forms generations on the thread that calls.
+    """Forms generations on the thread that calls, and admits replacements to them.
 
     Attributes:
         target: the step boundary that a replacement has prepared for; None for the beginning of the script.
@@ -126,39 +126,6 @@ class Forming:
         inject.point("recovery.installed")
         return received
 
-    def connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
-        """Connect the members of a round, and move what its plan says; in the last round in the default group. Raises
-        what :meth:`Exchange.connect` raises.
-        """
-        members = turn.members(self._env.world_size) if turn.away else None
-        return self._connect(plan, turn.generation, members)
-
-    def install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
-        """The replacements of a round are in: take over what was moved. While others are absent, or if another failure
-        has ended the generation, it does not go live. ``inner``: what :meth:`connect_round` gave; None if it was
-        abandoned with the replacements in.
-        """
-        runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
-        with runtime.lock:
-            late = lifecycle.ended(turn.generation)
-            live = not late and not turn.away
-            if not late:
-                runtime.absent = turn.away
-            if not live:
-                runtime.broken = True
-            lifecycle.step(
-                WorkerEvent.ADMITTED if live else WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME
-            )
-            if live or joins:
-                runtime.generation = turn.generation
-            if joins:
-                self._take_place(plan)
-            self.comparison = Comparison(turn.generation, plan.newest + 1, turn.members(self._env.world_size))
-        if not live and inner is not None:
-            inner.discard()
-        runtime.generations.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
-        return self._exchange.take()
-
     def _connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
         """As :meth:`Exchange.connect`; exits where a cut message may still arrive in the parameters."""
         try:
@@ -229,16 +196,7 @@ class Forming:
     def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
         return self._boundary, self._for_later.pop(group, {})
 
-
-class Admitting:
-    """Admits replacements, on the program's thread of all members of a round."""
-
-    def __init__(
-        self, context: Context, publisher: SharedMemoryPublisher, frontier_builder: FrontierBuilder, forming: Forming
-    ) -> None:
-        self._env, self._runtime = context.env, context.runtime
-        self._lifecycle, self._store = context.lifecycle, context.store
-        self._publisher, self._frontier_builder, self._forming = publisher, frontier_builder, forming
+    # -- rounds: replacements that have asked to join, on the program's thread of all members ----------
 
     def admit(self, turn: Round) -> Received:
         """Admit the replacements of a round; all survivors stand at the same step boundary. Blocks.
@@ -250,20 +208,20 @@ class Admitting:
             DamagedRecord: what another rank has said is no frontier, or no plan.
         """
         store = self._store.below()
-        plan = self._plan(turn, store)
-        inner = self._agree(turn, plan, store)
-        received = self._forming.install_round(turn, plan, inner)
+        plan = self._plan_round(turn, store)
+        inner = self._agree_on_round(turn, plan, store)
+        received = self._install_round(turn, plan, inner)
         inject.point("recovery.installed")
         return received
 
-    def _plan(self, turn: Round, store: Store) -> Plan:
+    def _plan_round(self, turn: Round, store: Store) -> Plan:
         rank, name, members = self._env.rank, turn.name, turn.members(self._env.world_size)
         frontiers, decided = {each: f"{name}/front/{each}" for each in members}, f"{name}/plan"
         newest: Sequence[StepBoundary] = self._publisher.boundaries()[-1:]
-        store.set(frontiers[rank], self._frontier_builder.front(newest).to_json())
+        store.set(frontiers[rank], self._agreement.front(newest).to_json())
         if store.add(f"{name}/fronts", 1) == len(members):
             inject.point("recovery.deciding")
-            store.set(decided, self._decide(turn, store, frontiers).to_json())
+            store.set(decided, self._decide_round(turn, store, frontiers).to_json())
 
         def come(each: int) -> bool:
             return bool(store.check([frontiers[each]]))
@@ -275,12 +233,12 @@ class Admitting:
         def speaks() -> bool:
             return not any(come(each) for each in members if each < rank)
 
-        limit_s, bound = self._frontier_builder.wait_limit(turn.generation)
+        limit_s, bound = self._agreement.wait_limit(turn.generation)
         wait = Wait(f"rank {rank}", what, limit_s, bound=bound, speaks=speaks)
         poll(lambda: store.check([decided]), lambda: self._lifecycle.ended(turn.generation), wait)
         return Agreed.from_json(store.get(decided), decided, self._env.world_size).plan_or_fail()
 
-    def _decide(self, turn: Round, store: Store, keys: dict[int, str]) -> Agreed:
+    def _decide_round(self, turn: Round, store: Store, keys: dict[int, str]) -> Agreed:
         said = store.multi_get(list(keys.values()))
         frontiers = read_frontiers(dict(zip(keys, said, strict=True)), keys, self._env.world_size)
         try:
@@ -288,14 +246,14 @@ class Admitting:
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 
-    def _agree(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
+    def _agree_on_round(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
         """Connect, move, and settle whether the replacements are in. Returns the connected group, or None if another
         failure has ended the generation with the replacements in. Raises GenerationAbandoned if it has ended
         without them.
         """
         inner = None
         try:
-            inner = self._forming.connect_round(turn, plan)
+            inner = self._connect_round(turn, plan)
             # The first says whether the replacements are in: one of us, or an agent that has seen another failure.
             said = store.compare_set(turn.key, "", turn.word)
             inject.point("survivor_group.agreed")
@@ -309,3 +267,36 @@ class Admitting:
         if inner is not None:
             inner.discard()
         raise GenerationAbandoned("another failure came first")
+
+    def _connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
+        """Connect the members of a round, and move what its plan says; in the last round in the default group. Raises
+        what :meth:`Exchange.connect` raises.
+        """
+        members = turn.members(self._env.world_size) if turn.away else None
+        return self._connect(plan, turn.generation, members)
+
+    def _install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
+        """The replacements of a round are in: take over what was moved. While others are absent, or if another failure
+        has ended the generation, it does not go live. ``inner``: what :meth:`_connect_round` gave; None if it was
+        abandoned with the replacements in.
+        """
+        runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
+        with runtime.lock:
+            late = lifecycle.ended(turn.generation)
+            live = not late and not turn.away
+            if not late:
+                runtime.absent = turn.away
+            if not live:
+                runtime.broken = True
+            lifecycle.step(
+                WorkerEvent.ADMITTED if live else WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME
+            )
+            if live or joins:
+                runtime.generation = turn.generation
+            if joins:
+                self._take_place(plan)
+            self.comparison = Comparison(turn.generation, plan.newest + 1, turn.members(self._env.world_size))
+        if not live and inner is not None:
+            inner.discard()
+        runtime.generations.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
+        return self._exchange.take()

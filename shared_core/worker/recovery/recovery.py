@@ -1,8 +1,7 @@
 """Recovery of one worker: its parts, wired; what its program calls, and the thread that follows the ledger.
 
 A watcher thread turns the entries of the ledger into events of this worker's phase, and starts what is to be done about
-them (:mod:`shared_core.protocol.worker_phase` decides that). Each of these actions has a class of its own, and runs on
-a thread of its own.
+them (:mod:`shared_core.protocol.worker_phase` decides that). Each of these actions runs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,106 +21,15 @@ from shared_core.system import threads
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.link import connect_store
-from shared_core.worker.recovery.agreement import Agreement, FrontierBuilder
+from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import EXIT_STALE, Context, wait_for_change
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.exchange import Donor, Exchange, Received
-from shared_core.worker.recovery.forming import Admitting, Forming
+from shared_core.worker.recovery.forming import Forming
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.resize import Draining
 from shared_core.worker.state.publications import SharedMemoryPublisher
-
-
-class Survivor:
-    """Recovers this worker after failures of others. Each method runs on a thread of its own, and raises nothing."""
-
-    def __init__(
-        self,
-        context: Context,
-        donor: Donor,
-        copies: StateCopies,
-        agreement: Agreement,
-        forming: Forming,
-        reporter: RecoveryReporter,
-        replays: Replays,
-        irreplaceable: Callable[[], str],
-    ) -> None:
-        self._env, self._runtime = context.env, context.runtime
-        self._lifecycle, self._store = context.lifecycle, context.store
-        self._events, self._fatal_actions = context.events, context.fatal_actions
-        self._donor, self._copies, self._agreement, self._forming = donor, copies, agreement, forming
-        self._reporter, self._replays, self._irreplaceable = reporter, replays, irreplaceable
-
-    def recover(self, entry: Entry) -> None:
-        """Form the generation of an entry. What cannot be done ends the worker or the job."""
-        with self._lifecycle.acting:
-            try:
-                self._recover(entry)
-            except GenerationAbandoned:
-                return  # the thread of the next generation takes over
-            except (RecoveryFailed, Unsupported) as error:  # such as an optimizer's state that cannot be moved
-                self._fatal_actions.fall_back(str(error))
-            except (WaitTimeout, DamagedRecord) as error:
-                self._fatal_actions.give_up(error)
-            except Exception:
-                # This worker cannot continue, but another may take its place; the agent bounds how often.
-                traceback.print_exc()
-                os._exit(1)
-
-    def _recover(self, entry: Entry) -> None:
-        if not self._lifecycle.break_off(entry):
-            return
-        self._donor.withdraw()
-        if why := self._irreplaceable():
-            raise RecoveryFailed(why)
-        inject.point("recovery.severed")
-        self._agreement.post(self._store.below(), entry.generation)
-        self._say_ready(entry)
-        inject.point("recovery.frontier")
-        received = self._forming.form(entry.generation)
-        fields = {
-            "failed": list(entry.failed),
-            "detected": entry.detected,
-            "bytes_moved": received.nbytes,
-            "exchange_s": received.seconds,
-            "resolution": "replay" if received.replaying else "replica",
-        }
-        self._reporter.recovered({"generation": entry.generation, **fields})
-        if received.replaying is not None:
-            self._replays.begun(received.replaying)
-
-    def carry_on(self, entry: Entry) -> None:
-        """Continue without the absent ranks: nothing is formed until they are admitted."""
-        self._reporter.rerouted(entry.detected)
-        self._copies.offer()
-        runtime, waits, what = self._runtime, None, ""
-        with self._lifecycle.acting:
-            newest = self._lifecycle.break_off(entry)
-            if not self._lifecycle.ended(entry.generation):
-                self._donor.withdraw()
-            inject.point("recovery.severed")
-            if newest and (what := runtime.operations.under_way()):
-                waits = runtime.operations.withdraw()
-                if waits is None:
-                    self._fatal_actions.cannot_complete(what)
-        self._say_ready(entry)
-        if waits is not None:  # the program's thread does not run: what it would do in here is done for it
-            try:
-                if not runtime.listener.await_absent():
-                    self._fatal_actions.cannot_complete(what)
-                runtime.operations.call_again(*waits)
-            except Exception as error:  # noqa: BLE001 (it would wait for ever)
-                self._fatal_actions.break_down(error)
-
-    def _say_ready(self, entry: Entry) -> None:
-        self._events.emit(
-            "survivor_ready",
-            rank=self._env.rank,
-            generation=entry.generation,
-            detected=entry.detected,
-            ready_s=time.time() - entry.detected,
-        )
 
 
 class WorkerRecovery:
@@ -154,21 +62,16 @@ class WorkerRecovery:
         """Be that of the worker of ``context``; again in a forked copy of the process."""
         self.env, self.runtime, self.store, self.events = context.env, context.runtime, context.store, context.events
         self.lifecycle, self.fatal_actions = context.lifecycle, context.fatal_actions
-        publisher, donor, copies = self.publisher, self._donor, self._copies
+        publisher, donor = self.publisher, self._donor
         self.replacement = self.env.incarnation > 0
         self._prepared = False
-        self._frontier_builder = FrontierBuilder(context, donor)
-        self._exchange = Exchange(context, publisher, donor, copies)
-        agreement = self._agreement = Agreement(context, self._frontier_builder)
+        self._exchange = Exchange(context, publisher, donor, self._copies)
+        agreement = self._agreement = Agreement(context, donor)
         self.forming = Forming(context, publisher, agreement, self._exchange)
-        self._admitting = Admitting(context, publisher, self._frontier_builder, self.forming)
-        survivor = Survivor(
-            context, donor, copies, agreement, self.forming, self._reporter, self._replays, self._irreplaceable
-        )
-        draining = Draining(context, donor, self._frontier_builder)
+        draining = Draining(context, donor, agreement)
         self._threads: dict[WorkerAction, tuple[str, Callable[[Entry], None]]] = {
-            WorkerAction.RECOVER: ("swift-recovery", survivor.recover),
-            WorkerAction.CARRY_ON: ("swift-recovery", survivor.carry_on),
+            WorkerAction.RECOVER: ("swift-recovery", self._form_again),
+            WorkerAction.CARRY_ON: ("swift-recovery", self._carry_on),
             WorkerAction.DRAIN: ("swift-leave", draining.drain_for_resize),
             WorkerAction.WITHDRAW: ("swift-stay", draining.withdraw),
         }
@@ -192,7 +95,7 @@ class WorkerRecovery:
         if not self.replacement:
             self.publisher.follow(env.machines)
         else:
-            self._frontier_builder.boundaries = (*self._saved_boundaries(), *self.publisher.boundaries())
+            self._agreement.boundaries = (*self._saved_boundaries(), *self.publisher.boundaries())
             try:
                 born = Entry.from_json(self.store.below().get(generation_key(life.born)), life.born, env.world_size)
             except DamagedRecord as error:
@@ -249,7 +152,7 @@ class WorkerRecovery:
                 self.fatal_actions.give_up(error)
 
     def admit(self, turn: Round) -> Received:
-        """Admit replacements that have asked to join; see :meth:`Admitting.admit`.
+        """Admit replacements that have asked to join; see :meth:`Forming.admit`.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
@@ -257,7 +160,7 @@ class WorkerRecovery:
         """
         with self.lifecycle.acting:
             try:
-                return self._admitting.admit(turn)
+                return self.forming.admit(turn)
             except RecoveryFailed as error:
                 self.fatal_actions.fall_back(str(error))
             except DamagedRecord as error:
@@ -303,3 +206,75 @@ class WorkerRecovery:
         elif action in self._threads:
             name, act = self._threads[action]
             threads.start(act, (entry,), name=name)
+
+    # -- after failures of others: each on a thread of its own, raises nothing -------------------------
+
+    def _form_again(self, entry: Entry) -> None:
+        """Form the generation of an entry. What cannot be done ends the worker or the job."""
+        with self.lifecycle.acting:
+            try:
+                self._recover(entry)
+            except GenerationAbandoned:
+                return  # the thread of the next generation takes over
+            except (RecoveryFailed, Unsupported) as error:  # such as an optimizer's state that cannot be moved
+                self.fatal_actions.fall_back(str(error))
+            except (WaitTimeout, DamagedRecord) as error:
+                self.fatal_actions.give_up(error)
+            except Exception:
+                # This worker cannot continue, but another may take its place; the agent bounds how often.
+                traceback.print_exc()
+                os._exit(1)
+
+    def _recover(self, entry: Entry) -> None:
+        if not self.lifecycle.break_off(entry):
+            return
+        self._donor.withdraw()
+        if why := self._irreplaceable():
+            raise RecoveryFailed(why)
+        inject.point("recovery.severed")
+        self._agreement.post(self.store.below(), entry.generation)
+        self._say_ready(entry)
+        inject.point("recovery.frontier")
+        received = self.forming.form(entry.generation)
+        fields = {
+            "failed": list(entry.failed),
+            "detected": entry.detected,
+            "bytes_moved": received.nbytes,
+            "exchange_s": received.seconds,
+            "resolution": "replay" if received.replaying else "replica",
+        }
+        self._reporter.recovered({"generation": entry.generation, **fields})
+        if received.replaying is not None:
+            self._replays.begun(received.replaying)
+
+    def _carry_on(self, entry: Entry) -> None:
+        """Continue without the absent ranks: nothing is formed until they are admitted."""
+        self._reporter.rerouted(entry.detected)
+        self._copies.offer()
+        runtime, waits, what = self.runtime, None, ""
+        with self.lifecycle.acting:
+            newest = self.lifecycle.break_off(entry)
+            if not self.lifecycle.ended(entry.generation):
+                self._donor.withdraw()
+            inject.point("recovery.severed")
+            if newest and (what := runtime.operations.under_way()):
+                waits = runtime.operations.withdraw()
+                if waits is None:
+                    self.fatal_actions.cannot_complete(what)
+        self._say_ready(entry)
+        if waits is not None:  # the program's thread does not run: what it would do in here is done for it
+            try:
+                if not runtime.listener.await_absent():
+                    self.fatal_actions.cannot_complete(what)
+                runtime.operations.call_again(*waits)
+            except Exception as error:  # noqa: BLE001 (it would wait for ever)
+                self.fatal_actions.break_down(error)
+
+    def _say_ready(self, entry: Entry) -> None:
+        self.events.emit(
+            "survivor_ready",
+            rank=self.env.rank,
+            generation=entry.generation,
+            detected=entry.detected,
+            ready_s=time.time() - entry.detected,
+        )

@@ -196,7 +196,7 @@ class SurvivorGroup:
             raise SurvivorGroupBroken(f"a worker failed after generation {self.generation}") from error
         assert self._runtime.world is not None
         others = ranks_text(rank for rank in self.ranks if rank != self._runtime.rank)
-        raise self._runtime.suspicion.overdue(error, self._runtime.world, f"the training step (with {others},")
+        raise self._runtime.operations.overdue(error, self._runtime.world, f"the training step (with {others},")
 
     def close(self) -> None:
         self._runtime.connections.drop_side(self._inner)
