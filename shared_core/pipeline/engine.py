@@ -278,7 +278,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
 
     def _after_boundary(self, job: Job) -> None:
         if not job.reroutes:  # steps make no log
-            job.replays.commits.mark()
+            job.replays.mark()
         if self._groups is not None:
             self._groups.at_boundary()
         if self._rerouting is not None:

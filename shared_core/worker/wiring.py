@@ -46,7 +46,7 @@ from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.exchange import Donor
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
-from shared_core.worker.recovery.replay import Commits, Replays
+from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start_point import Spare, WorkerStart
@@ -109,14 +109,13 @@ class WorkerRuntime:
         # Recovery.
         donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
-        commits = Commits(
+        replays = self.replays = Replays(
             runtime,
             log,
             lambda: self.start.checkpoints.newest_boundary,
             lambda: self.start.checkpoints.due_boundary,
             config.log.budget_bytes,
         )
-        replays = self.replays = Replays(runtime, log, commits)
         reporter = self.reporter = RecoveryReporter(context, updates, lambda: self.start.checkpoints.rolled_back())
         recovery = self.recovery = WorkerRecovery(
             context,
@@ -132,7 +131,7 @@ class WorkerRuntime:
         self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
         spare = self._spare = Spare(env, store, publisher)
         start = self.start = WorkerStart(
-            context, recovery, survivor_groups, updates, parts, spare, position, lambda: commits.presses
+            context, recovery, survivor_groups, updates, parts, spare, position, lambda: replays.presses
         )
         state_check = self.state_check = StateCheck(context, updates, position, lambda: self.start.checkpoints)
         # What the program calls.

@@ -135,7 +135,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> Any:
         """The inner gloo backend, for questions about its capabilities. Blocks while a recovery runs."""
-        return self._runtime.connections.backend(self._state)
+        return self._runtime.generations.backend(self._state)
 
     def _set_default_backend(self, backend: Any) -> None:
         pass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.generations import Connections, Generations
+from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.listener import OperationListener
 from shared_core.worker.comm.operations import Operations
@@ -50,10 +50,7 @@ class Runtime(SharedState):
         self.results = CollectiveResults(self, groups, disk, BufferPool(), limit, marks)
         self.others = OtherThreads(self)
         self.operations = Operations(self, groups, self.results, self.others)
-        self.connections = Connections(self, groups)
-        self.generations = Generations(
-            self, groups, self.connections, self.operations, self.others, self.compare_places
-        )
+        self.generations = Generations(self, groups, self.operations, self.others, self.compare_places)
 
     def passed_boundary(self, boundary: int) -> None:
         with self.lock:
@@ -65,7 +62,6 @@ class Runtime(SharedState):
         self.begin_again()
         for group in self.groups.all():
             group.begin_again()
-        self.connections.begin_again()
         self.generations.begin_again()
 
     @property

@@ -146,7 +146,7 @@ class Taking:
         return self.failed
 
     def stop(self) -> None:
-        self._runtime.connections.drop_side(self._inner)
+        self._runtime.generations.drop_side(self._inner)
         self._thread.join()
 
 
@@ -185,7 +185,7 @@ class StateCopies:
         for attempt in range(MAX_ATTEMPTS):
             try:
                 name = f"copy{replacement}.{attempt}"
-                return self._runtime.connections.side_group(
+                return self._runtime.generations.side_group(
                     name, sorted((replacement, donor)), generation, attempt=attempt
                 )
             except NotConnected:
@@ -233,7 +233,7 @@ class StateCopies:
         try:
             give(inner, inner.members.index(rank), self._updates, incremental_copy, sent)
         finally:
-            self._runtime.connections.drop_side(inner)
+            self._runtime.generations.drop_side(inner)
 
     def _say(self, rank: int, generation: int, incremental_copy: IncrementalCopy, sent: Sent) -> None:
         fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": incremental_copy.failed}

@@ -303,9 +303,9 @@ class Exchange:
 
         if members is None:
             assert runtime.world is not None
-            inner = runtime.connections.new_inner(runtime.world, generation, attempt)
+            inner = runtime.generations.new_inner(runtime.world, generation, attempt)
         else:
-            inner = runtime.connections.side_group(
+            inner = runtime.generations.side_group(
                 f"round{len(members)}.{attempt}", members, generation, attempt=attempt
             )
         self._received = Received(boundary=plan.boundaries.get(self._rank), generation=generation)

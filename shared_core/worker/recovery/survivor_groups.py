@@ -199,7 +199,7 @@ class SurvivorGroup:
         raise self._runtime.operations.overdue(error, self._runtime.world, f"the training step (with {others},")
 
     def close(self) -> None:
-        self._runtime.connections.drop_side(self._inner)
+        self._runtime.generations.drop_side(self._inner)
         self._sent.put(None)
 
     def _issue(self, start: Callable[[Any], Any]) -> Any:
@@ -362,7 +362,7 @@ class SurvivorGroups:
         timeout = runtime.world.timeout if runtime.world is not None else LONGEST_WAIT
         for attempt in range(MAX_ATTEMPTS):
             try:
-                inner = runtime.connections.side_group(
+                inner = runtime.generations.side_group(
                     f"{name}.{attempt}", ranks, generation, attempt=attempt, operation_timeout=timeout
                 )
             except NotConnected:
