@@ -45,10 +45,10 @@ _NOISE = re.compile(rb"failed to connect, willRetry=|Gloo connectFullMesh failed
 #: Usually the thread has ended after some microseconds, and what comes next on the console is in order.
 _PASS_ON_S = 0.05
 
-_lock = threading.Lock()
-_inside = 0
-_console = -1
-_passing = threading.Thread()
+_quiet_lock = threading.Lock()
+_quiet_depth = 0
+_real_stderr = -1
+_passing_on = threading.Thread()
 
 
 @contextmanager
@@ -56,19 +56,19 @@ def quiet() -> Iterator[None]:
     """In here gloo's lines about peers that it cannot connect to are dropped. For any thread, and several at once."""
     entered = False
     with suppress(OSError, RuntimeError):  # no standard error, descriptors or threads: then it is as it is
-        _enter()
+        _enter_quiet()
         entered = True
     try:
         yield
     finally:
         if entered:
-            _leave()
+            _leave_quiet()
 
 
-def _enter() -> None:
-    global _inside, _console, _passing
-    with _lock:
-        if _inside == 0:
+def _enter_quiet() -> None:
+    global _quiet_depth, _real_stderr, _passing_on
+    with _quiet_lock:
+        if _quiet_depth == 0:
             opened: list[int] = []
             try:
                 opened += [os.dup(2), os.dup(2)]
@@ -82,19 +82,19 @@ def _enter() -> None:
                 raise
             os.dup2(write, 2)  # inheritable, as programs expect of it
             os.close(write)
-            _console, _passing = console, passing
-        _inside += 1
+            _real_stderr, _passing_on = console, passing
+        _quiet_depth += 1
 
 
-def _leave() -> None:
-    global _inside, _console
-    with _lock:
-        _inside -= 1
-        if _inside == 0:
-            os.dup2(_console, 2)
-            os.close(_console)
-            _console = -1
-            _passing.join(_PASS_ON_S)
+def _leave_quiet() -> None:
+    global _quiet_depth, _real_stderr
+    with _quiet_lock:
+        _quiet_depth -= 1
+        if _quiet_depth == 0:
+            os.dup2(_real_stderr, 2)
+            os.close(_real_stderr)
+            _real_stderr = -1
+            _passing_on.join(_PASS_ON_S)
 
 
 def _pass_on(read: int, console: int) -> None:
