@@ -124,7 +124,7 @@ class Job:
                 parameters are also kept before each update, because a message that a failed rank has not delivered must
                 be computed with the parameters that it had, which its replica may have updated.
             sharded: each replica has a part of the optimizer's state to itself. ``optimizers`` is empty then; the
-                caller registers the state, and makes each update inside ``updates.steps.update()``.
+                caller registers the state, and makes each update inside ``updates.update()``.
 
         Raises:
             Unsupported: for parameters that are not on the CPU, and for DDP with ``on_failure="reroute"``.

@@ -71,7 +71,7 @@ class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
                 "the DeepSpeed engine takes a step, and its batches are not known: write job = "
                 f"shared_core.attach(engine), and read the batches through job.steps(loader). {_PAGE}"
             )
-        with job.updates.steps.update():
+        with job.updates.update():
             super()._take_model_step(*args, **kwargs)
         self.pending = False
 

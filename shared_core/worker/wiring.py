@@ -102,7 +102,7 @@ class WorkerRuntime:
             parts,
             buckets,
             forward_recorder,
-            Overlapped(updates.steps, buckets.layout, position),
+            Overlapped(updates, buckets.layout, position),
             lambda reason: self._cannot_put_back(reason, position.origin),
             clock,
         )
@@ -254,7 +254,7 @@ class _Relay:
     def waiting_changed(self, waiting: bool) -> None:
         self._worker.progress.waiting(waiting)
         if waiting:
-            self._worker.updates.steps.waits()
+            self._worker.updates.waits()
 
     def whereabouts(self) -> str:
         return self._worker.wait_watchdog.whereabouts

@@ -89,7 +89,7 @@ def moved(inners: list[InnerGroup], steps: list[int]) -> tuple[list[Rank], list[
     states = zip(replacement.replicated.summed(), ranks[0].replicated.summed(), strict=True)
     assert all(torch.equal(mine, theirs) for (*_, mine), (*_, theirs) in states)
     for each in (*ranks, replacement):
-        for handle in each.updates.steps._handles:
+        for handle in each.updates._handles:
             handle.remove()
     return ranks, given
 

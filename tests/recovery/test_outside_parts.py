@@ -157,7 +157,7 @@ def test_the_state_at_a_step_boundary_is_given_whatever_was_done_since(updates: 
         with updates.frozen(2, 1.0, 3) as (description, tensors):
             assert description["version"] == 2
     finally:
-        for handle in updates.steps._handles:
+        for handle in updates._handles:
             handle.remove()
 
 

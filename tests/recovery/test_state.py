@@ -87,7 +87,7 @@ def moved(description: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dic
 def updates() -> Iterator[Updates]:
     made = Updates("auto")
     yield made
-    for handle in made.steps._handles:
+    for handle in made._handles:
         handle.remove()
 
 
@@ -247,7 +247,7 @@ def test_images_bring_back_what_lay_between_two_updates(updates: Updates) -> Non
         with ahead.frozen(2, 1.0) as (description, tensors):
             description, tensors = moved(description, tensors)
     finally:
-        for handle in ahead.steps._handles:
+        for handle in ahead._handles:
             handle.remove()
     net, others = build()
     updates.attach(Replicated([net], others))
@@ -304,13 +304,13 @@ def test_optimizers_that_were_not_attached_are_none_of_our_business(updates: Upd
 def test_pending_gradients(updates: Updates) -> None:
     net, optimizer = made("SGD", {"lr": 0.1})
     updates.attach(Replicated([net], [optimizer]))
-    assert not updates.steps.pending_gradients()
+    assert not updates.pending_gradients()
     gradients(net, 0)
-    assert updates.steps.pending_gradients()
+    assert updates.pending_gradients()
     optimizer.step()
-    assert not updates.steps.pending_gradients(), "used up, though not yet set to zero"
+    assert not updates.pending_gradients(), "used up, though not yet set to zero"
     for parameter in net.parameters():
         parameter.grad.add_(1)  # type: ignore[union-attr]
-    assert updates.steps.pending_gradients()
+    assert updates.pending_gradients()
     optimizer.zero_grad(set_to_none=False)
-    assert not updates.steps.pending_gradients()
+    assert not updates.pending_gradients()

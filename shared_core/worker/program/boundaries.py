@@ -374,13 +374,13 @@ class StepBoundaries:
         if self._joining.at("batch"):
             return True
         self._pass(epoch)
-        updated = self._trained.updates.steps.in_batch > 0
+        updated = self._trained.updates.in_batch > 0
         self._trained.updates.next_batch()
         shard = self._trained.shard
         if accumulating or (shard is not None and shard.unsettled):
             return False
         grads = None
-        pending = self._trained.updates.steps.pending_gradients()
+        pending = self._trained.updates.pending_gradients()
         if pending:
             self._deferred += 1
             # Pending gradients of a failed worker could not be divided among others, so with resizes nothing is
