@@ -518,8 +518,6 @@ class LoopProgress:
             self._untrained.end()
         return joined
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def _stand_by(self) -> None:
         """The first pass or epoch is about to begin; adapters say that themselves, before they look at ``joining``."""
         if self._replaced is not None and self._name == "job":

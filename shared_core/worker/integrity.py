@@ -105,8 +105,6 @@ class StateCheck:
         self._env, self._runtime = context.env, context.runtime
         self._store, self._fatal_actions = context.store, context.fatal_actions
 
-    # -- where replicas are compared -----------------------------------------------------------------------------------
-
     def before_bucket(self) -> None:
         """A gradient is about to be reduced, in a backward pass; on its thread."""
         version = self._updates.version
@@ -150,8 +148,6 @@ class StateCheck:
             exchanged = [each.signature[2] for log in logs for each in log if each.boundary == runtime.boundary]
         # Bytes are pickles, which have no checksum: damaged parameters may be in them.
         return plain and not any("torch.uint8" in dtypes for dtypes in exchanged)
-
-    # -- the comparison ------------------------------------------------------------------------------------------------
 
     def _compare(self, contained: bool, buckets: Sequence[Op]) -> None:
         """Return with the replicated state as most replicas have it, and ``buckets`` reduced from that. Blocks.

@@ -95,8 +95,6 @@ class GroupPlaces:
         self._messages = _FLAGS + _OPERATIONS * self._row
         self._memory: mmap.mmap = map_file(path, self._messages + _MESSAGES * _MESSAGE * self._size)
 
-    # -- collectives -------------------------------------------------------------------------------
-
     def called(self, seq: int, place: bytes) -> None:
         at = _FLAGS + seq % _OPERATIONS * self._row + self._own * _ENTRY
         self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place
@@ -140,8 +138,6 @@ class GroupPlaces:
         """A member (an index) on another machine has called operation ``seq`` from there."""
         at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
         self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place.packed()
-
-    # -- point to point ----------------------------------------------------------------------------
 
     def sent(self, channel: tuple[int, int, int], index: int, place: bytes) -> None:
         at, key = self._message(channel, index)

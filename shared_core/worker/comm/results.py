@@ -115,8 +115,6 @@ class CollectiveResults:
         self.peak_bytes = max(self.peak_bytes, group.log.nbytes)
         return entry
 
-    # -- buckets of DDP, which are the log until they are overwritten ------------------------------
-
     def borrows(self, buckets: Sequence[torch.Tensor]) -> bool:
         """Whether DDP's buckets may be reduced in place and be the log themselves: only a single one, where this rank
         sees the others' step boundaries and nothing is logged to disk.

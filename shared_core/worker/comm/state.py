@@ -129,8 +129,6 @@ class SharedState:
                     self.note_waiting(-1)
                     self.beside = None
 
-    # -- where the program is ----------------------------------------------------------------------
-
     def enter_call(self, entry: int) -> None:
         """The program begins or leaves an entry call: up to the next step boundary it starts up."""
         with self.lock:
@@ -163,8 +161,6 @@ class SharedState:
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
         with self.lock:
             self.starting, self.records = True, records
-
-    # -- checksums of inputs -----------------------------------------------------------------------
 
     def sum_buckets(self, on: bool) -> None:
         self.bucket_checksums = on

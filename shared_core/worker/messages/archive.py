@@ -87,8 +87,6 @@ class Index:
             console(f"the log in {folder} has {len(damaged)} damaged message(s), left out: {named}")
         return next_number, sum(segment.size for segment in loaded)
 
-    # -- changes -----------------------------------------------------------------------------------
-
     def note(self, channel: str, index: int) -> None:
         """A record was put, whether or not it can be read."""
         self._newest[channel] = max(index, self._newest.get(channel, index))
@@ -112,8 +110,6 @@ class Index:
             held = self._places.get(channel, {})
             if index in held and held[index].segment is segment:
                 del held[index]
-
-    # -- questions ---------------------------------------------------------------------------------
 
     def holds(self, channel: str, index: int) -> bool:
         return index in self._places.get(channel, ()) or (channel, index) in self.waiting

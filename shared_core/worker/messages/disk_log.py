@@ -90,8 +90,6 @@ class DiskLog:
         self.archive = archive
         return True
 
-    # -- who starts again together -----------------------------------------------------------------
-
     @property
     def together(self) -> tuple[int, ...]:
         """Ranks that have been in one group with this one since the checkpoint from which a replacement may start: of
@@ -104,8 +102,6 @@ class DiskLog:
         them are not logged.
         """
         self._groups.append((boundary, frozenset(ranks)))
-
-    # -- within the budget -------------------------------------------------------------------------
 
     def keep(self) -> tuple[int, int]:
         """With ``log.budget_bytes``: bytes that this log keeps of its lease, and those that were put since the
@@ -123,8 +119,6 @@ class DiskLog:
         """What is put from now on is logged for a checkpoint that is made now."""
         if self.archive is not None:
             self._put_before = self.archive.stats.bytes_put
-
-    # -- writing and reading -----------------------------------------------------------------------
 
     def describe(self, note: dict[str, Any]) -> None:
         self._note = note

@@ -302,8 +302,6 @@ class Trained:
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
 
-    # -- at step boundaries -------------------------------------------------------------------------------------------
-
     def meet(self) -> None:
         """Make an operation of all ranks where the model has none, so that old results can be dropped. The end of such
         an operation tells each rank that the others have published the last step boundary.

@@ -202,8 +202,6 @@ class TrainedShard:
             for key, packed in entries.items():
                 state[key] = _unpacked(parameter, packed)
 
-    # -- gradients that are accumulated, or left over -----------------------------------------------------------------
-
     def gradients(self) -> dict[int, Any]:
         found = ((place, p.grad) for place, p in enumerate(self._replicated.parameters) if p.grad is not None)
         return {place: None if place in self._leftover.missing else _distributed(grad) for place, grad in found}

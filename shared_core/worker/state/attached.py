@@ -77,8 +77,6 @@ class Layers:
                 found.append(getattr(function, "__qualname__", type(function).__qualname__))
         return found
 
-    # -- plain attributes ---------------------------------------------------------------------------------------------
-
     def attributes(self) -> dict[str, dict[str, Any]]:
         """Plain attributes of layers of libraries that are not as they were when they were attached, by path."""
         own = [vars(self._layers[path]) for path in self._first]
@@ -107,8 +105,6 @@ class Layers:
         for path, changed in values.items():
             if path in self._first:
                 vars(self._layers[path]).update(changed)
-
-    # -- parts and hooks ----------------------------------------------------------------------------------------------
 
     def changes(self) -> tuple[str, bool]:
         """Parts and hooks that layers did not have when they were attached, or have no more, for people; empty if there
@@ -189,8 +185,6 @@ class Attached:
         self.layers = Layers(dict(self._owners))
         self._owners += [(f"{number}.wrapper.", each) for number, each in wrappers.items()]
 
-    # -- buffers ---------------------------------------------------------------------------------------
-
     def buffers(self) -> dict[str, torch.Tensor]:
         """Live buffers by name, those that were assigned since as they are now."""
         return {
@@ -218,8 +212,6 @@ class Attached:
                 else:
                     owner._buffers[name] = value
 
-    # -- modes -----------------------------------------------------------------------------------------
-
     def modes(self) -> tuple[bytes, bytes]:
         """Which modules are in training mode, and which parameters require gradients: a byte each."""
         if not self._alike:
@@ -235,8 +227,6 @@ class Attached:
             if parameter.requires_grad != bool(has):
                 parameter.requires_grad_(bool(has))
 
-    # -- gradients -------------------------------------------------------------------------------------
-
     def with_gradients(self) -> bytes:
         """Which parameters have a gradient, be it zero: a byte each."""
         return bytes([p.grad is not None for p in self._replicated.parameters]) if self._alike else b""
@@ -248,8 +238,6 @@ class Attached:
         for parameter, has in zip(self._replicated.parameters, values, strict=False):
             if has and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-    # -- groups ----------------------------------------------------------------------------------------
 
     def groups(self) -> list[list[dict[str, Any]]]:
         """What the optimizers' groups hold: learning rates and the like, and the places of their parameters. Raises

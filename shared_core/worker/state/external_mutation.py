@@ -297,8 +297,6 @@ class ExternalMutation:
         """Places of parameters that each rank has for itself, and publishes."""
         return self._unoptimized.places if self.active and self._unoptimized is not None else []
 
-    # -- step boundaries ------------------------------------------------------------------------------------
-
     def next_batch(self, version: int) -> None:
         self.see()
         if not self.active and self.boundaries.indices and version > self._first_version:
@@ -330,8 +328,6 @@ class ExternalMutation:
     def _keep(self, index: int, version: int) -> None:
         assert self._replicated is not None
         self.boundaries.keep(index, version, self._replicated.export(), self.local)
-
-    # -- for a replacement --------------------------------------------------------------------------------
 
     def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Description and tensors of the state at a step boundary, not to be written; None if it is not kept."""

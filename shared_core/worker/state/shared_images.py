@@ -98,8 +98,6 @@ class SharedImages:
         key = int.from_bytes(blake2b(said, digest_size=8).digest(), "little")
         self._layout = Layout(key, tuple(parameters), like, tuple(map(tuple, parts)))
 
-    # -- this rank's part --------------------------------------------------------------------------
-
     def put(self, version: int, oldest: int, parameters: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of the parameters, which have had ``version`` updates, unless it is there. Nobody asks
         for what is older than ``oldest``: its room is used again. Without room nothing is copied, and all ranks see
@@ -141,8 +139,6 @@ class SharedImages:
             path = self._job_dir / f"images{self._attempt}.{self._world_size}"
             self._heads = _Heads(path, _SLOTS * self._world_size)
         return self._heads
-
-    # -- all parts ---------------------------------------------------------------------------------
 
     def complete(self, version: int, places: Collection[int]) -> SharedImage | None:
         """The parameters at ``places`` with ``version`` updates in them, if all parts are there."""

@@ -611,8 +611,6 @@ class Updates:
                 pending.add(number)
         return pending
 
-    # -- a whole update ----------------------------------------------------------------------------
-
     def _mine(self, optimizer: Optimizer) -> bool:
         return self.replicated is not None and any(o is optimizer for o in self.replicated.optimizers)
 
@@ -636,8 +634,6 @@ class Updates:
         # What was made early is compared with what the program's own pre-hooks have left.
         after_hooks = self._parts is not None
         return begin_after_closure(args, kwargs, lambda: self._begin_step(optimizer), after_hooks=after_hooks)
-
-    # -- updates made in parts ---------------------------------------------------------------------
 
     @property
     def torn(self) -> bool:
