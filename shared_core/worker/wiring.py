@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import RecoveryFailed, SwiftError
+from shared_core.errors import RecoveryFailed
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
@@ -41,7 +41,7 @@ from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.trained import DATA, UPDATE, StepClock, Trained
 from shared_core.worker.program.unmarked import Unmarked
-from shared_core.worker.recovery.context import Context, FatalActions, Lifecycle
+from shared_core.worker.recovery.context import Context, Lifecycle
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.exchange import Donor
 from shared_core.worker.recovery.place_reports import PlaceReports
@@ -74,7 +74,7 @@ class WorkerRuntime:
         log, store, relay = DiskLog(env), JobStore(env), _Relay(self)
         self.store = store
         runtime = self.runtime = Runtime(env, relay, publisher, store, log, _marks(env))
-        fatal_actions = self.fatal_actions = FatalActions(runtime, store)
+        fatal_actions = self.fatal_actions = runtime.fatal_actions
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
         self._context = context
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
@@ -261,20 +261,6 @@ class _Relay:
 
     def await_absent(self) -> bool:
         return self._worker.survivor_groups.await_absent()
-
-    def cannot_complete(self, what: str) -> None:
-        self._worker.fatal_actions.cannot_complete(what)
-
-    def unrepeatable(self, why: str) -> None:
-        self._worker.fatal_actions.fall_back(why)
-
-    def unreadable(self, error: SwiftError) -> None:
-        rank = self._worker.env.rank
-        why = RecoveryFailed(f"rank {rank}: the log on disk cannot be read: {error}")
-        self._worker.fatal_actions.fall_back(str(why))
-
-    def failed(self, error: SwiftError) -> None:
-        self._worker.fatal_actions.fail(error)
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:

@@ -212,14 +212,14 @@ class Channels:
         """A failed worker has not received this message, or it is known from whom. Ends the job otherwise."""
         name = self._any_id(tag)
         if any(group == name and number < later for group, later in self._state.sources):
-            self._state.listener.unrepeatable(
+            self._state.fatal_actions.fall_back(
                 f"rank {self._state.rank}: a failed worker received more messages from any source since its step "
                 "boundary than their senders are kept of"
             )
 
     def _check_present(self, name: str) -> None:
         if self._state.absent:
-            self._state.listener.cannot_complete(f"{name} in group {self._group.name!r}")
+            self._state.fatal_actions.cannot_complete(f"{name} in group {self._group.name!r}")
 
     def awaited(self) -> bool:
         return any(self._works.values())
@@ -366,7 +366,7 @@ class Channels:
                 index += 1
                 inject.point("recovery.streamed")
         except SwiftError as error:
-            self._state.listener.unreadable(error)
+            self._state.fatal_actions.fall_back(f"rank {self._state.rank}: the log on disk cannot be read: {error}")
         except RuntimeError as error:
             self._suspect(error)
 

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import SwiftError
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
@@ -65,15 +64,3 @@ class OperationListener(Protocol):
         """A collective of all ranks is called on the program's thread while some are absent. Blocks. True when they are
         in again, False if nobody admits them.
         """
-
-    def cannot_complete(self, what: str) -> None:
-        """An operation was called that needs absent ranks. Does not return."""
-
-    def unrepeatable(self, why: str) -> None:
-        """A replacement would have to take part in something that it does not do again."""
-
-    def unreadable(self, error: SwiftError) -> None:
-        """The log on disk, or what a replacement needs of it, cannot be read."""
-
-    def failed(self, error: SwiftError) -> None:
-        """The job cannot continue."""

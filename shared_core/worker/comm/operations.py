@@ -101,7 +101,7 @@ class Operations:
         """
         state = self._state
         if state.absent and group.size > 1:
-            state.listener.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
+            state.fatal_actions.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
         self._number(group, op)
         logged = group.replay.get(op.seq)
         if op.checksum and (logged is None or same_call(logged[0], op.signature)):
@@ -248,7 +248,7 @@ class Operations:
         differs = expected is not None and expected != op.checksum and state.listener.exact()
         if differs and state.damaged:
             if op.again is None:  # buckets are reduced again
-                state.listener.unrepeatable(
+                state.fatal_actions.fall_back(
                     f"corruption: rank {state.rank} had given other ranks what it computed from damaged parameters, in "
                     f"{describe(op.signature)} of group {group.name!r}"
                 )

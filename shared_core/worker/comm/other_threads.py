@@ -80,7 +80,7 @@ class OtherThreads:
         state = self._state
         for call in self._open:
             if call.across and call.thread in self._at_failure and not call.done():
-                state.listener.unrepeatable(
+                state.fatal_actions.fall_back(
                     f"rank {state.rank}: thread {call.thread.name!r} of the script is in {call.what}, and what it does "
                     "began before the last step boundary. A worker failed meanwhile, and its replacement, which begins "
                     "at a step boundary, does not do this again. Wait for such work in the batch in which it begins "

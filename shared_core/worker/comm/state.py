@@ -2,21 +2,94 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
-from shared_core.errors import SwiftError
+from shared_core.errors import SwiftError, WaitTimeout, told
+from shared_core.events import console
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.comm.listener import OperationListener
 from shared_core.worker.comm.op import ComputeLock
 from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.link import JobStore
+from shared_core.worker.start import hot_standby
 from shared_core.worker.state.publications import Part, RecordKey, SharedMemoryPublisher
+
+#: Exit code of a replacement whose place, or state, a further failure made useless; the agent starts another.
+EXIT_STALE = 75
+#: How long the launcher may take to end a worker that has ended the job, in seconds.
+_END_S = 60.0
+
+
+class FatalActions:
+    """Ends one worker, or the job, when it cannot continue. A hot standby only ends itself: it holds no rank yet."""
+
+    def __init__(self, state: SharedState, store: JobStore) -> None:
+        self._state, self._store = state, store
+
+    def fall_back(self, reason: str) -> NoReturn:
+        """Nobody can serve a replacement: all workers start again. Does not return. Takes the state's lock."""
+        _end_spare(reason)
+        self._store.tell("restart", reason)
+        with self._state.lock:
+            try:
+                wait_for_change(self._state, "the launcher to restart all workers", lambda: False)
+            except WaitTimeout as error:
+                console(str(error))
+        os._exit(1)
+
+    def cannot_complete(self, what: str) -> NoReturn:
+        """Restart all workers: the program is in an operation that waits for absent ranks. Does not return."""
+        absent = sorted(self._state.absent)
+        self.fall_back(
+            f"rank {self._state.rank} is in {what}, which waits for all ranks, and {ranks_text(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} absent. With on_failure='reroute' only training steps continue "
+            "without a failed rank: leave other collectives out of the loop, or use on_failure='replace'"
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the launcher to end the job with this error. Returns, except in a hot standby."""
+        _end_spare(str(error))
+        self._store.tell("fail", {"rank": self._state.rank, "message": told(error)})
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """As :meth:`fail`, then wait to be killed. Does not return."""
+        self.fail(error)
+        self.await_end()
+
+    def await_end(self) -> NoReturn:
+        """The launcher ends this worker; should it not, the process exits by itself."""
+        threading.Event().wait(_END_S)
+        os._exit(1)
+
+    def break_down(self, error: BaseException) -> NoReturn:
+        """As :meth:`give_up`, for an unexpected error: prints the traceback here first."""
+        traceback.print_exception(error)
+        self.give_up(error)
+
+
+def _end_spare(reason: str) -> None:
+    if hot_standby.is_hot_standby():
+        console(f"a hot standby ends: {reason}")
+        os._exit(1)
+
+
+def wait_for_change(state: SharedState, whom: str, done: Callable[[], bool], *, speaks: bool = True) -> None:
+    """Wait on ``state.changed``, whose lock the caller holds, until ``done()``. ``whom`` is text for the user. Raises
+    WaitTimeout after its ``wait_timeout_s``.
+    """
+    advice = "See above why that does not happen; raise detection.wait_timeout_s if it is only slow."
+    who, limit_s = f"rank {state.rank}", state.wait_timeout_s
+    Wait(who, whom, limit_s, speaks=lambda: speaks, advice=advice).until(state.changed, done)
 
 
 @dataclass
@@ -62,6 +135,7 @@ class SharedState:
     ) -> None:
         self.rank, self.world_size = env.rank, env.world_size
         self.listener, self.publisher, self.store = listener, publisher, store
+        self.fatal_actions = FatalActions(self, store)
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
         self.stages, self.restarts = env.config.device.experimental, env.config.restarts
@@ -98,7 +172,7 @@ class SharedState:
         with self.lock:
             self.ended = error
             self.changed.notify_all()
-        self.listener.failed(error)
+        self.fatal_actions.fail(error)
         return error
 
     def raise_if_ended(self) -> None:

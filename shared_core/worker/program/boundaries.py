@@ -23,10 +23,10 @@ from shared_core.worker.checkpoints.resharding import GRADIENTS
 from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime, compat
 from shared_core.worker.comm.group import SwiftProcessGroup
+from shared_core.worker.comm.state import EXIT_STALE
 from shared_core.worker.integrity import StateCheck
 from shared_core.worker.program.own_standby import OwnStandby, flush
 from shared_core.worker.program.trained import StepClock, Trained
-from shared_core.worker.recovery.context import EXIT_STALE
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter

@@ -24,7 +24,8 @@ from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm.generations import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.recovery.context import EXIT_STALE, Context
+from shared_core.worker.comm.state import EXIT_STALE
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.transfer import nbytes, receive, send
 from shared_core.worker.state.incremental_copy import (
     CopyPiece,

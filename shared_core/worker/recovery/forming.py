@@ -25,9 +25,10 @@ from shared_core.protocol.worker_phase import WorkerEvent
 from shared_core.transport.store import Store
 from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.comm.state import EXIT_STALE, wait_for_change
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.agreement import Agreement
-from shared_core.worker.recovery.context import EXIT_STALE, Context, wait_for_change
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.transfer import StillWriting
 from shared_core.worker.state.publications import SharedMemoryPublisher

@@ -20,9 +20,10 @@ from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerP
 from shared_core.system import threads
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
+from shared_core.worker.comm.state import EXIT_STALE, wait_for_change
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.agreement import Agreement
-from shared_core.worker.recovery.context import EXIT_STALE, Context, wait_for_change
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.exchange import Donor, Exchange, Received
 from shared_core.worker.recovery.forming import Forming

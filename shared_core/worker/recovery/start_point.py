@@ -20,8 +20,9 @@ from shared_core.waiting import FOREVER_S
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.comm.state import EXIT_STALE
 from shared_core.worker.link import JobStore, connect_store
-from shared_core.worker.recovery.context import EXIT_STALE, Context
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Received, unpack_rank
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.resize import take_over
