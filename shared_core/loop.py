@@ -451,9 +451,7 @@ class LoopProgress:
         self.total_steps += 1
 
     def begin_round(self) -> bool:
-        """A training loader is about to be iterated. False in a replacement whose failed worker had
-        finished with it.
-        """
+        """A training loader is about to be iterated. False where the failed worker had finished with it."""
         assert self.job is not None
         self._round += 1
         self._warnings.begins()
@@ -531,9 +529,7 @@ class LoopProgress:
         return found
 
     def _refuse_later(self, target: Mapping[str, Any] | None) -> None:
-        """A replacement does not run a loop that the failed worker had finished: code after it would see a model that
-        nobody has trained.
-        """
+        """A finished loop is not run again: code after it would see a model that nobody has trained."""
         if target is None or target["loop"] <= self._number:
             return
         assert self.job is not None

@@ -105,9 +105,7 @@ class Generations:
             self._reissue(group, inner)
 
     def _reissue(self, group: GroupState, inner: InnerGroup) -> None:
-        """Start pending operations and those that run again for others, in the order of their numbers. Callers hold
-        the lock.
-        """
+        """Start what is pending, and what runs again for others, in order. Callers hold the lock."""
         group.inner = inner
         works: list[Any] = []
         redo = {seq: group.log.entries[seq] for seq in self._redo.get(group.name, ()) if seq in group.log.entries}

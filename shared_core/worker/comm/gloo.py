@@ -162,9 +162,7 @@ def _ask_kernel(own: Place, other: Place) -> tuple[int, int, int] | None:
 
 
 def _look_up(own: Place, other: Place) -> tuple[int, int, int]:
-    """The same from ``/proc/net/tcp``, which takes milliseconds where there is much memory; zeros if
-    it is not there.
-    """
+    """The same from ``/proc/net/tcp``, which may take milliseconds; zeros if it is not there."""
     ends = [f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}" for host, port in (own, other)]
     for line in _TABLE.read_text().splitlines()[1:]:
         columns = line.split()
@@ -330,9 +328,7 @@ def _ask(fd: int, link: str) -> _Ends | None:
 
 
 def _duplicate(fd: int, link: str) -> socket.socket:
-    """Raises OSError if ``fd`` is not the socket ``link`` any more: another thread may have closed it, and the number
-    may be another socket's.
-    """
+    """Raises OSError if ``fd`` is not the socket ``link`` any more: another thread may have closed it."""
     copy = os.dup(fd)
     if os.readlink(f"/proc/self/fd/{copy}") != link:
         os.close(copy)

@@ -49,9 +49,7 @@ def _root_detail(opts: Any) -> int:
 
 
 def _room_of(tensors: Tensors) -> Callable[[], Tensors]:
-    """Returns a function that allocates CPU tensors of these sizes. It holds no reference to the tensors: the log would
-    keep what FSDP has gathered.
-    """
+    """A function that allocates CPU tensors of these sizes, and holds no reference to the tensors."""
     described = [(tensor.size(), tensor.dtype) for tensor in tensors]
     return lambda: [torch.empty(size, dtype=dtype) for size, dtype in described]
 

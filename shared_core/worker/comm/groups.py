@@ -345,9 +345,7 @@ class Channels:
                     self._again.append(self._group.pg.recv([torch.empty_like(like)], channel[0], channel[2]))
 
     def _stream(self, channel: Channel, index: int) -> None:
-        """Thread: send a receiver that starts far back what is on disk, in order, until it is level with the program.
-        Ends with the generation.
-        """
+        """Thread: send from disk, in order, until it is level with the program. Ends with the generation."""
         inner, archive = self._group.inner, self._disk.archive
         assert inner is not None and archive is not None
         try:
@@ -377,9 +375,7 @@ class Channels:
                 work.inner_work = None
 
     def fail(self, error: Exception) -> None:
-        """No failure explains why operations failed: whoever waits for such a message gets ``error``. Callers hold
-        the lock.
-        """
+        """No failure explains the errors: whoever waits for a message gets this. Callers hold the lock."""
         for works in self._works.values():
             for work in works:
                 if work.inner_work is None:
@@ -415,9 +411,7 @@ class Channels:
             self._refused(error)
 
     def _refused(self, error: RuntimeError) -> None:
-        """Gloo would not take a message: the peer is gone and the next generation repeats it, or arguments are wrong.
-        Raises RuntimeError in the second case.
-        """
+        """Gloo takes no message: the peer is gone, or arguments are wrong; raises RuntimeError for these."""
         if "gloo/transport" not in str(error):
             raise error
         self._suspect(error)

@@ -38,9 +38,7 @@ class OperationListener(Protocol):
         """
 
     def exact(self) -> bool:
-        """False while a replacement computes with newer parameters than the failed worker did: its
-        inputs differ then.
-        """
+        """False while a replacement computes with newer parameters than the failed worker: inputs differ."""
 
     def before_bucket(self) -> None:
         """DDP hands over a gradient bucket, or a collective is called in a backward pass."""

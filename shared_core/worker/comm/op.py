@@ -142,9 +142,7 @@ class Op:
             self.install(self.results)
 
     def serve(self, results: Sequence[torch.Tensor]) -> None:
-        """Complete with ``results`` instead of running; they are copied to the caller's tensors, in their shape. Every
-        operation that gloo does not run ends here.
-        """
+        """Complete with ``results``, copied to the caller's tensors, in the place of running on gloo."""
         for own, result in zip(self.results, results, strict=True):
             if own is not result:
                 own.data.copy_(result.view(own.shape))

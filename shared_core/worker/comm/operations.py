@@ -45,9 +45,7 @@ class Operations:
 
     @contextmanager
     def scripted(self, results: Iterable[list[torch.Tensor]]) -> Iterator[None]:
-        """Each operation in here, in any group, gets the next of these results and no number: DDP's agreement on
-        buckets is repeated from records.
-        """
+        """Each operation in here gets the next of these results and no number: those of DDP's agreement."""
         self._scripted.extend(results)
         try:
             yield

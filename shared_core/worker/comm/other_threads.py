@@ -38,9 +38,7 @@ class OtherThreads:
         self._at_failure: frozenset[threading.Thread] = frozenset()
 
     def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
-        """The current thread calls a collective, or a receive. ``what``: gives it in words; most calls are the
-        program's own, and nobody asks.
-        """
+        """The current thread calls a collective, or a receive; ``what`` gives it in words."""
         if threading.get_ident() == self._program.ident:
             return
         thread = threading.current_thread()

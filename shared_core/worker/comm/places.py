@@ -61,9 +61,7 @@ class ProgramPlace:
         self._go(self.now._replace(batch=AFTER))
 
     def step(self, epoch: int | None) -> None:
-        """A step boundary is passed. ``epoch`` is given where the loop tells it in no other way; a new one begins its
-        first pass.
-        """
+        """A step boundary is passed. ``epoch``: where the loop tells it in no other way; a new one begins a pass."""
         entry, phase, now, pass_, batch = self.now
         if epoch is not None and epoch != now:
             phase, now, pass_, batch = 1, epoch, 1, 0
@@ -167,9 +165,7 @@ class GroupPlaces:
 
 
 def mismatch(rank: int, call: str, place: bytes, other: tuple[int, CollectivePlace]) -> PlaceMismatch:
-    """The error for an operation that rank ``rank`` calls from ``place``, packed, and another rank
-    from another place.
-    """
+    """The error for an operation that rank ``rank`` calls from ``place``, and another from another."""
     return PlaceMismatch(
         f"rank {rank} calls {call} from {CollectivePlace.unpacked(place)}, and rank {other[0]} calls it from "
         f"{other[1]}. What they exchange does not belong together: one of them has run other batches, or made other "

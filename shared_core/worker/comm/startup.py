@@ -123,9 +123,7 @@ def _hands_out() -> bool:
 
 
 def neutral(op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What an operation gives if all members give what this one does; where that is not known, its
-    outputs as they are.
-    """
+    """What it gives if all members give what this one does; outputs as they are where that is unknown."""
     name = op.signature[0]
     if name.startswith("all_reduce"):
         return [tensor.detach() for tensor in inputs]

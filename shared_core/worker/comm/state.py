@@ -180,9 +180,7 @@ class SharedState:
             raise self.ended
 
     def note_waiting(self, change: int) -> None:
-        """Count operations in flight. While there are any, the progress time-out does not run. Callers
-        hold the lock.
-        """
+        """Count operations in flight, without which the progress time-out runs. Callers hold the lock."""
         before, self._waiting = self._waiting, self._waiting + change
         if (before > 0) != (self._waiting > 0):
             self.listener.waiting_changed(self._waiting > 0)

@@ -288,9 +288,7 @@ class Archive:
             self._changed.notify_all()
 
     def lease(self, limit: int) -> None:
-        """Take at most so many bytes on disk from now on; what needs more waits in memory. What is
-        already taken stays.
-        """
+        """Take at most so many bytes on disk, beside what is taken; what needs more waits in memory."""
         with self._changed:
             self._lease = limit
             self._changed.notify_all()
@@ -463,9 +461,7 @@ class Archive:
                 self._seal(self._open)
 
     def _step(self) -> bool:
-        """Delete one dropped segment and write one record. Returns False at the end. A call of its own, so that
-        references to the record's tensors end with it.
-        """
+        """Delete a dropped segment, write a record; False at the end. A call, so that its references end."""
         with self._changed:
             self._reserved = 0
             self._changed.wait_for(

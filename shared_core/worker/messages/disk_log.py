@@ -104,9 +104,7 @@ class DiskLog:
         self._groups.append((boundary, frozenset(ranks)))
 
     def keep(self) -> tuple[int, int]:
-        """With ``log.budget_bytes``: bytes that this log keeps of its lease, and those that were put since the
-        last :meth:`checkpoint_due`.
-        """
+        """Bytes that this log keeps of its lease, and those put since the last :meth:`checkpoint_due`."""
         if self.archive is None:
             return 0, 0
         return self.archive.keep(), self.archive.stats.bytes_put - self._put_before
@@ -137,9 +135,7 @@ class DiskLog:
             self.archive.put(Key(group, seq, entry.boundary, note), [t.detach().clone() for t in results])
 
     def result(self, group: str, seq: int) -> Logged:
-        """What was called as operation ``seq`` of a group, and copies of its results. Raises CorruptFile if it is
-        damaged or not there.
-        """
+        """What was called as operation ``seq`` of a group, and copies of its results. May raise CorruptFile."""
         assert self.archive is not None
         key, results = self.archive.read(group, seq)
         return read_signature(key.note["signature"]), results

@@ -148,9 +148,7 @@ class GroupLog:
             self._pool.give(entry.results or entry.kept)
 
     def drop_before(self, boundary: int) -> None:
-        """Drop what was issued before step boundary ``boundary``. Stops at the first newer entry: they are mostly
-        in order.
-        """
+        """Drop what was issued before a step boundary, up to the first newer entry: mostly all of it."""
         gone = []
         for seq, entry in self.entries.items():
             if entry.boundary >= boundary:

@@ -320,9 +320,7 @@ def _index_entries(text: bytes, end: int) -> list[Any] | None:
 
 
 def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
-    """Fill ``segment`` record by record; after damage, on from the next good header. Returns the keys of
-    damaged records.
-    """
+    """Fill ``segment`` record by record, past damage. Returns the keys of damaged records."""
     at, damaged = START, []
     while 0 <= at <= segment.size - FIXED:
         found = _frame_at(file, seed, segment.number, at, _RECORD, HEADER_LIMIT)

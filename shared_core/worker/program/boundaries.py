@@ -255,9 +255,7 @@ class Joining:
         self._reporter.joined(received, joined_s=time.time() - began)
 
     def _changed(self, published: Mapping[str, Any]) -> bool:
-        """Whether this copy has other rank-local state than was published. What holds a clock changes by itself, from
-        one look to the next.
-        """
+        """Whether this copy has other rank-local state than was published, but for what holds a clock."""
         once, again = self._publishing.capture(None), self._publishing.capture(None)
         return any(
             dumps(once[name]) == dumps(again[name]) != dumps(published[name]) for name in once.keys() & published.keys()

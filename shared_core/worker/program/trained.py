@@ -43,9 +43,7 @@ DATA, FORWARD, BACKWARD, UPDATE = range(len(PARTS))
 
 
 class StepClock:
-    """Tells the launcher, in ``progress``, the times of each step. The thread of the program calls, or that of its
-    backward.
-    """
+    """Tells the launcher, in ``progress``, the times of each step. The program's thread, or backward's."""
 
     def __init__(self, runtime: Runtime, progress: ProgressFile) -> None:
         self._compute_lock, self.progress = runtime.compute_lock, progress

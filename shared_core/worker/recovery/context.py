@@ -83,9 +83,7 @@ class Lifecycle:
             return self.step(event)
 
     def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
-        """Change the phase. Returns what is to be done about it. Raises IllegalWorkerEvent if it cannot happen in
-        this phase.
-        """
+        """Change the phase, and return what is to be done about it. Raises IllegalWorkerEvent."""
         with self._runtime.lock:
             self.phase, actions = transition(self.phase, event)
             # In these it stays as it was, while the program's thread is in there.

@@ -196,9 +196,7 @@ class StateCopies:
     # -- giving: a thread for each replacement --------------------------------------------------------
 
     def offer(self) -> None:
-        """A failure is announced, and this worker continues: start a thread for each replacement that it is to give
-        its state.
-        """
+        """A failure is announced: start a thread for each replacement that this worker gives its state."""
         with self._runtime.lock:
             generation, absent = self._runtime.latest, self._runtime.absent
         mine = absent.intersection(self._replicas() or range(self._env.world_size))

@@ -77,9 +77,7 @@ class Donor:
         return [] if state is None or len(state.parameters) != count else [p.detach() for p in state.parameters]
 
     def offer(self) -> Offer:
-        """Say what this worker has. From now on it passes no step boundary and makes no update,
-        until :meth:`withdraw`.
-        """
+        """Say what this worker has. It passes no boundary and makes no update until :meth:`withdraw`."""
         self._leaving.close()
         self._leaving.enter_context(self._publisher.publishing)
         self._leaving.enter_context(self._updates.gate.held())
@@ -95,9 +93,7 @@ class Donor:
         self._leaving.close()
 
     def drain_for_resize(self, cut: Cut) -> None:
-        """Write the replicated state at the cut to shared memory, for the workers that follow. Raises RecoveryFailed if
-        it cannot be had.
-        """
+        """Write the replicated state at the cut, for those that follow. Raises RecoveryFailed."""
         with self._updates.at_version(cut.version, cut.boundary) as (description, tensors):
             self._publisher.put(REPLICATED, b"", pieces((description, list(tensors))))
 
@@ -133,9 +129,7 @@ class Giving:
         return helpers(plan.donors[replacement], replicas, plan.boundaries)
 
     def give(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
-        """As donor. Returns the bytes that were sent; no update is made meanwhile. Raises RecoveryFailed if the state
-        cannot be had.
-        """
+        """As donor, no update being made meanwhile. Returns the bytes that were sent. Raises RecoveryFailed."""
         place = inner.members.index(replacement)
         with self._donor.frozen(boundary.version, boundary.index) as (description, tensors):
             copied = self._copies.close(replacement, boundary, description)
@@ -412,9 +406,7 @@ def pack_rank(publisher: SharedMemoryPublisher, boundary: int, groups: Collectio
 
 
 def unpack_rank(publisher: SharedMemoryPublisher, packed: bytes) -> dict[str, Any]:
-    """Keep in the copy's publisher what the other has kept. Returns what it had published at the step boundary,
-    by name.
-    """
+    """Keep here what the other has kept. Returns what it had published at the step boundary, by name."""
     parts, kept = loads(packed)
     for key, value in from_plain(kept):
         publisher.records.add(key, value)

@@ -72,9 +72,7 @@ class Replays:
         self._log.describe(note)
 
     def help(self, helper: Callable[[Replaying], None]) -> None:
-        """Have ``helper`` called, on a thread, when others replay while this worker waits for them. Call it on the
-        program's thread.
-        """
+        """``helper`` is called, on a thread, when others replay. To be called on the program's thread."""
         self._runtime.compute_lock.begin()
         self._helper = helper
 
@@ -125,9 +123,7 @@ class Replays:
         return kept + logged
 
     def _share(self, kept: list[int], logged: list[int], boundary: int) -> None:
-        """Take this rank's lease, and find out whether the logs need a checkpoint. They were measured
-        at ``boundary``.
-        """
+        """Take this rank's lease; see whether logs, measured at ``boundary``, need a checkpoint."""
         self._log.lease(log_budget.leases(kept, self._budget)[self._rank])
         if self._rank or boundary < self._due_boundary():
             return

@@ -46,9 +46,7 @@ class RecoveryReporter:
         self._stalled_since: float | None = None
 
     def begin(self, env: WorkerEnv) -> None:
-        """Report for the worker that ``env`` describes; again in a forked copy of the process, where those that listen
-        stay.
-        """
+        """Be that of the worker of ``env``; again in a forked copy, where those that listen stay."""
         self._original = env.incarnation == 0
         self._first = env.rank == 0 and self._original
         self._awaited = {"rank": env.rank} if self._first and env.restart else None
@@ -106,9 +104,7 @@ class RecoveryReporter:
         self._stalled_since = fields["detected"]
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor that continues without a failed rank. ``detected`` is in seconds since
-        the epoch.
-        """
+        """Recovery thread of a survivor that continues. ``detected`` is in seconds since the epoch."""
         self._stalled_since = detected
 
     def began(self, boundary: int, whence: str) -> None:
@@ -122,9 +118,7 @@ class RecoveryReporter:
             console(f"the job continues from {whence}")
 
     def passed(self) -> None:
-        """This worker has come to a batch. The first worker of rank 0 says when that is its first, and from where
-        it began.
-        """
+        """This worker has come to a batch; rank 0's first worker says when that is its first."""
         if self._begun:
             return
         self._begun = True

@@ -384,9 +384,7 @@ class WorkerStart:
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
-        """This replacement is in, and the failed worker had passed no step boundary: it begins as the first
-        workers did.
-        """
+        """The failed worker had passed no step boundary: this one begins as the first workers did."""
         self._note(joining=isinstance(self._start_point, FromCheckpoint))
         truncation.stop()
 

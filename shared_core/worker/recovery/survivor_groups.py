@@ -286,9 +286,7 @@ class SurvivorGroups:
 
     @property
     def formed(self) -> bool:
-        """Whether there has been a survivor group: then every worker uses them, and no failure is
-        answered by a replay.
-        """
+        """Whether there has been one: then all use them, and no failure is answered by a replay."""
         return self._survivor_group is not None
 
     @property

@@ -120,9 +120,7 @@ def layout(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
 
 
 def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Contiguous CPU tensors of a layout, contents undefined. The first of them are ``places`` themselves where
-    these fit.
-    """
+    """Contiguous CPU tensors of a layout, contents undefined; the first are ``places`` where these fit."""
     found = []
     for number, (shape, dtype) in enumerate(described):
         kind: torch.dtype = getattr(torch, dtype)

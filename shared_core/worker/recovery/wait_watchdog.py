@@ -235,9 +235,7 @@ class WaitWatchdog:
         return {each.rank: each for each in statuses if each.finished or each.generation == mine.generation}
 
     def _stand_still(self, statuses: dict[int, WaitStatus], held: dict[int, tuple[int, ...]]) -> None:
-        """Nobody can continue. Without a recovery it is the program's own mistake, and ends when
-        torch's time-out does.
-        """
+        """Nobody can continue. Without a recovery that ends when torch's time-out does."""
         generation = statuses[next(iter(held))].generation
         waits = {rank: statuses[rank] for rank in held}
         begun = max(each.waited_s for each in waits.values())

@@ -88,9 +88,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _between(raw: torch.Tensor, start: int, stop: int) -> int:
-    """The share of bytes ``start`` to ``stop`` in the sum of all; shares add up. ``start`` is a
-    multiple of ``BLOCK``.
-    """
+    """The share of bytes ``start``, a multiple of ``BLOCK``, to ``stop`` in the sum; shares add up."""
     total = 0
     blocks, end = stop // BLOCK, stop == raw.numel()
     for first in range(start // BLOCK, blocks, _MIXED):

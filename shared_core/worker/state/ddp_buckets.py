@@ -80,9 +80,7 @@ class FirstIteration:
         self._handles.clear()
 
     def seen(self) -> list[torch.Tensor]:
-        """How often the gradient of each parameter came, and how many ranks use it: int32, one element a parameter, on
-        the CPU.
-        """
+        """How often each parameter's gradient came, and how many ranks use it: int32, on the CPU."""
         return [torch.tensor(self._counts, dtype=torch.int32), self._used]
 
 
@@ -225,9 +223,7 @@ class BucketInputs:
         self._tried.clear()
 
     def agreed(self, ddp: DistributedDataParallel, indices: Sequence[int], sizes: Sequence[int]) -> None:
-        """DDP has settled its buckets: ``indices`` of its parameters, bucket by bucket, and how many parameters each
-        bucket has.
-        """
+        """DDP has settled: ``indices`` of parameters, bucket by bucket, and the number in each bucket."""
         parameters, module, at = trained(ddp), _Module(), 0
         if sorted(indices) == list(range(len(parameters))) and sum(sizes) == len(indices):
             for size in sizes:
@@ -255,9 +251,7 @@ class BucketInputs:
         return module.inputs if module is not None else ()
 
     def of(self, bucket: torch.Tensor) -> BucketInput | None:
-        """What recomputes this bucket, which DDP hands over; None if that is not known. Each bucket once after
-        a forward.
-        """
+        """What recomputes a bucket that DDP hands over, once after a forward; None if that is not known."""
         place = bucket.data_ptr()
         module, found = self._found.get(place) or self._find(bucket)
         if found is None or module is None or not found.fits(bucket) or module.left == 0:
@@ -397,9 +391,7 @@ class Buckets:
             op.future.add_done_callback(lambda _: self._know(ddp, self._broadcasts.pop(number)))
 
     def _know(self, ddp: DistributedDataParallel, agreed: Sequence[torch.Tensor]) -> None:
-        """DDP broadcasts the places of its parameters, bucket by bucket, and how many buckets there are; then how many
-        parameters each has.
-        """
+        """DDP broadcasts the places of parameters by bucket, with the number of buckets; then their sizes."""
         places, sizes = (tensor.tolist() for tensor in agreed)
         self._inputs.agreed(ddp, places[:-1], sizes)
 
@@ -471,9 +463,7 @@ def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
 
 
 def refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Raises Unsupported for what a module may be given later and cannot be recovered: communication hooks,
-    uneven inputs.
-    """
+    """Raises Unsupported for communication hooks and uneven inputs, which it may be given later."""
     kept = [type(state) for _, state in ddp._comm_hooks if type(state).__module__.startswith(_KEEPING)]
     if kept:
         raise Unsupported(

@@ -40,15 +40,11 @@ class ChangeWatch:
         self._tensors: list[bool] = []
 
     def resume(self, updates: int) -> None:
-        """The failed worker has watched so many updates: values that it has compared whole are not compared
-        whole again.
-        """
+        """The failed worker has watched so many updates, and compared values whole."""
         self._noted = min(updates, _WHOLE)
 
     def note(self, *, values: bool = True) -> None:
-        """What there is now was there at the start, or was made by an update. ``values`` False notes version
-        counters only.
-        """
+        """What there is now is as it should be. ``values`` False notes version counters only."""
         self._versions = self._count()
         if not values:
             return
@@ -227,9 +223,7 @@ class KeptBoundaries:
         self._kept[index] = Kept(version, description | {"version": version, "images": []}, state, copies)
 
     def drop_before(self, index: int, *, reuse: bool) -> None:
-        """Drop what was kept before step boundary ``index``. With ``reuse`` nobody reads it, and its memory is
-        used again.
-        """
+        """Drop what is older than a step boundary; with ``reuse`` its memory is used again."""
         for old in [each for each in self._kept if each < index]:
             dropped = self._kept.pop(old)
             self._spare = dict(dropped.copies) if reuse else {}

@@ -281,9 +281,7 @@ def described(replicated: Replicated, places: Sequence[int]) -> tuple[list[list[
 
 
 def sums(replicated: Replicated, places: Sequence[int]) -> list[int]:
-    """Checksums of some parameters and their optimizer state, in the order of :func:`described`; the last is of
-    plain values.
-    """
+    """Checksums in the order of :func:`described`; the last is of plain values."""
     rows, tensors = described(replicated, places)
     values = [value for _, _, entries in rows for _, kind, value in entries if kind == VALUE]
     return [*(checksum(tensor) for tensor in tensors), checksum(torch.tensor(bytearray(repr(values).encode())))]
@@ -356,9 +354,7 @@ def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
 
 
 def compare(replicated: Replicated, expected: CopySums) -> None:
-    """Compare the sums of another worker. Raises RecoveryFailed if parameters or optimizer state are not what they
-    are there.
-    """
+    """Compare the sums of another worker. Raises RecoveryFailed if they are others here."""
     if sums(replicated, expected.places) != expected.sums:
         names = ", ".join(replicated.names[place] for place in expected.places[:3])
         raise RecoveryFailed(

@@ -15,9 +15,7 @@ from shared_core.worker.state.replicated import Replicated
 
 
 class _GradientGroup:
-    """Parameters, by place, that the program zeroes together: those of one model that the same optimizers (by
-    number) step.
-    """
+    """Parameters, by place, of one model that the same optimizers, by number, step: zeroed together."""
 
     def __init__(self, optimizers: Collection[int], members: Mapping[int, torch.Tensor]) -> None:
         self._optimizers, self._members = frozenset(optimizers), members

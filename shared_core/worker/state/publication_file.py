@@ -87,9 +87,7 @@ def _write_all(fd: int, data: Sequence[Piece]) -> None:
 
 
 def append_whole(fd: int, data: bytes) -> None:
-    """Append all of ``data``, or nothing: what follows half a record cannot be read. Raises OSError if
-    it does not fit.
-    """
+    """Append all of ``data`` or, raising OSError, nothing: what follows half a record cannot be read."""
     before = os.fstat(fd).st_size
     try:
         write_all(fd, data)

@@ -279,9 +279,7 @@ class RecordFile:
                 self._mirror.append(self._path.name, data)
 
     def forget(self, gone: Callable[[RecordKey], bool]) -> None:
-        """Drop results, once so much was added that it is worth writing the others again. Where that fails, all
-        are kept.
-        """
+        """Drop results, once so much was added that it is worth writing the others again."""
         with self._lock, suppress(SwiftError, OSError):
             if self._added < _FORGET_BYTES:
                 return
@@ -483,9 +481,7 @@ class SharedMemoryPublisher:
             self._unoptimized.append(boundary)
 
     def publish_mid(self, boundary: int, number: int, parts: dict[str, Any]) -> None:
-        """Publish forward-mutated state before the first bucket of backward ``number`` of the batch
-        after ``boundary``.
-        """
+        """Publish what forward has changed before backward ``number`` of the batch after ``boundary``."""
         self.put(f"mid.{boundary}.{number}", b"", pieces(parts))
         self._mids[boundary] = max(self._mids.get(boundary, 0), number + 1)
 
@@ -583,9 +579,7 @@ class SharedMemoryPublisher:
         return parts
 
     def read_mid(self, boundary: int, number: int) -> dict[str, Any] | None:
-        """Forward-mutated state of a backward, by name; None if the failed worker did not get there.
-        Raises CorruptFile.
-        """
+        """State of a backward, by name; None if the failed worker did not get there. May raise CorruptFile."""
         try:
             return loads(read_file(self.folder / f"mid.{boundary}.{number}")[1])  # type: ignore[no-any-return]
         except FileNotFoundError:

@@ -502,9 +502,7 @@ _ADVICE = "make it before backward, or set state.overlapped_update=False"
 
 @dataclass(frozen=True)
 class _Done:
-    """A parameter that has had its update, with the reduced gradient that was used, and its version counter after
-    the update.
-    """
+    """A parameter that was updated, the reduced gradient that was used, and its version then."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor

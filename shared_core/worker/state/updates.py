@@ -455,9 +455,7 @@ class Updates:
 
     @property
     def state_version(self) -> int:
-        """Updates the state contains: in a replacement whose donor was ahead, more than the program
-        has gone through.
-        """
+        """Updates the state contains: more than the program has made where the donor was ahead."""
         return self._count.state
 
     @property
@@ -470,9 +468,7 @@ class Updates:
         return self._images.needed
 
     def keep_images(self, *, at_once: bool = False) -> None:
-        """Keep parameters before each update from the next step boundary on, or at once (where the
-        policy is ``auto``).
-        """
+        """Keep parameters before updates from the next boundary on, or at once (policy ``auto``)."""
         self._images.want(at_once=at_once)
 
     def share_images(self) -> None:
@@ -849,9 +845,7 @@ class Updates:
                 self.outside.part_updated()
 
     def _has(self, version: int, boundary: int | None = None) -> bool:
-        """Whether a replacement that starts at ``version`` can be given the state now. Callers hold the lock of
-        the updates.
-        """
+        """Whether a replacement at ``version`` can be given the state now. Callers hold the lock."""
         if self.gate.installing:
             return False
         if self.outside.decided(boundary):
@@ -900,9 +894,7 @@ class Updates:
         self.gate.install(True)
 
     def stay(self) -> None:
-        """This process is a copy of the worker whose place it takes: it is given no state that it has, until
-        :meth:`load`.
-        """
+        """This copy of the worker whose place it takes is given no state that it has, until :meth:`load`."""
         self._stays = True
 
     def stays_with(self, version: int) -> bool:
