@@ -27,9 +27,7 @@ _FOREVER = timedelta(days=10)
 
 
 def attempts(connect: Callable[[int], InnerGroup]) -> InnerGroup:
-    """What ``connect(attempt)`` gives. All members of a group call it with 0, 1, ... until all are connected. Raises
-    NotConnected if the last of ``MAX_ATTEMPTS`` does.
-    """
+    """``connect(0)``, or of a later attempt; all members make the same. Raises NotConnected after the last."""
     for attempt in range(MAX_ATTEMPTS - 1):
         with suppress(NotConnected):
             return connect(attempt)

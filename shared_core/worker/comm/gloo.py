@@ -444,9 +444,7 @@ class InnerGroup:
         return self._peers | {self._place}
 
     def abandon(self) -> None:
-        """In a forked copy of the process, which has none of its threads: never use it. Its destructor would wait for
-        these threads, so it never runs.
-        """
+        """In a forked copy: never use it, nor run its destructor, which would wait for threads."""
         compat.keep_for_ever(self.pg)
         self.pg = None
 

@@ -229,9 +229,7 @@ _SAMPLE, _RUN = 2048, 64
 
 
 def input_checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """32-bit CRC of the inputs' bytes, of at most 2 KiB whole and of larger ones sampled. Tensors on a device are
-    copied to the host, and the device is waited for.
-    """
+    """32-bit CRC of the inputs' bytes, sampled above 2 KiB. Copies from devices, which are waited for."""
     crc = 1
     for tensor in tensors:
         dense = tensor if tensor.is_contiguous() and tensor.is_cpu else tensor.detach().cpu().contiguous()

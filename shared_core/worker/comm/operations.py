@@ -144,9 +144,7 @@ class Operations:
             future.add_done_callback(lambda done: self._finished(group, op, attempt, done))
 
     def _finished(self, group: GroupState, op: Op, attempt: int, future: Any) -> None:
-        """Runs on gloo's thread, or a waiter's, once for each attempt. Results are logged, and unless ``lazy`` in the
-        caller's tensors, before the future is done.
-        """
+        """On gloo's thread or a waiter's, once an attempt. Results are logged before the future is done."""
         state = self._state
         error: Exception | None = None
         try:

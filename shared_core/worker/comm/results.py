@@ -217,9 +217,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class KeptInputs:
-    """Contiguous copies of inputs, each once, which live as long as somebody holds them: FSDP gathers the same
-    parameters in forward and again in backward.
-    """
+    """Contiguous copies of inputs, each once, while somebody holds them: FSDP gathers the same twice."""
 
     def __init__(self) -> None:
         self._kept: WeakValueDictionary[tuple[int, torch.dtype, int], torch.Tensor] = WeakValueDictionary()

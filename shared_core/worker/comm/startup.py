@@ -56,9 +56,7 @@ class StartUp:
         return neutral(op, inputs) if recorded is None else recorded
 
     def recorded(self, key: RecordKey | None, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What the failed worker got; None if it had got nothing of these shapes there. Raises Unsupported if it was
-        too large to be recorded.
-        """
+        """What the failed worker got, if of these shapes; else None. Raises Unsupported if it was too large."""
         found = self._state.records.get(key) if key is not None else None
         if found == [] and results:
             assert key is not None

@@ -275,9 +275,7 @@ class Archive:
             self._changed.notify_all()
 
     def drop_before(self, boundary: int) -> None:
-        """Remove what waits from before step boundary ``boundary``, and the segments in which every record is older.
-        The files are deleted in the background.
-        """
+        """Drop what is older than a step boundary, segments as a whole; they are deleted in the background."""
         with self._changed:
             while self._ring and self._ring[0].key.boundary < boundary:
                 record = self._ring.popleft()

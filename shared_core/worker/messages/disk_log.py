@@ -98,9 +98,7 @@ class DiskLog:
         return tuple(sorted(frozenset[int]().union(*(ranks for _, ranks in self._groups))))
 
     def regroup(self, ranks: Iterable[int], boundary: int) -> None:
-        """From step boundary ``boundary`` on these ranks, this one among them, start again together: messages between
-        them are not logged.
-        """
+        """From ``boundary`` on these ranks start again together: what they send each other is not logged."""
         self._groups.append((boundary, frozenset(ranks)))
 
     def keep(self) -> tuple[int, int]:
@@ -141,9 +139,7 @@ class DiskLog:
         return read_signature(key.note["signature"]), results
 
     def committed(self, boundary: int) -> None:
-        """All ranks know that the checkpoint at this step boundary is committed: drop what lies before the one before
-        it, and log again if logging had stopped.
-        """
+        """This checkpoint is committed: drop what is before the one before it; log again if stopped."""
         if boundary <= self._commits[1]:
             return
         self._commits = [self._commits[1], boundary]

@@ -296,9 +296,7 @@ _COPY_S = 10.0
 
 
 class LeavingPublisher:
-    """Publishes step boundaries, and looks there whether the launcher wants this worker to leave. ``folder``: of the
-    rank.
-    """
+    """Publishes step boundaries, and looks there whether this worker is to leave. ``folder``: of the rank."""
 
     def __init__(
         self,

@@ -54,9 +54,7 @@ class Saves:
         self._made = made
 
     def save(self, write: Callable[[bool], _Result]) -> _Result:
-        """Call ``write``, which writes a checkpoint, with whether the failed worker has written the optimizers' part of
-        it, and this worker cannot.
-        """
+        """Call ``write`` with whether the failed worker has written the optimizers' part, and this one cannot."""
         if self._finished is None:
             self._finished = self._notes.tally(self._name)
         ahead = self._updates.state_version > self._updates.version

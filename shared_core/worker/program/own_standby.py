@@ -153,9 +153,7 @@ class OwnStandby:
         self._asked = False
 
     def make(self) -> None:
-        """The script is at a place where a replacement would wait for its failed worker's. In a copy, this returns
-        when it is the replacement. Later calls do nothing.
-        """
+        """Fork where a replacement would wait for its place. In the copy, returns as the replacement."""
         if self._asked or self._start.spare.waits:
             return
         self._asked = True

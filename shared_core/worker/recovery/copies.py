@@ -129,9 +129,7 @@ class Taking:
         return self._ended.is_set()
 
     def finish(self, states: list[list[Any]]) -> str:
-        """Block until all is here, in the order of ``states``, the donor's. Returns why it will not be; empty if it is.
-        Raises WaitTimeout if it does not come.
-        """
+        """Block until all is here, in the order ``states``. Returns why not, or empty. Raises WaitTimeout."""
         wait = Wait(
             f"rank {self._runtime.rank}",
             f"rank {self._inner.members[self._donor]} to send the last updates",

@@ -139,9 +139,7 @@ class Giving:
             return _send(inner, place, tensors, wanted)
 
     def help(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
-        """As one of the others. Returns the bytes that were sent; no update is made meanwhile. Raises RecoveryFailed if
-        the state was changed meanwhile.
-        """
+        """As another one, no update being made meanwhile. Returns the bytes sent. Raises RecoveryFailed."""
         place = inner.members.index(replacement)
         wanted, _ = receive(inner, place, "to say what it is to be sent")
         if not wanted["spans"]:

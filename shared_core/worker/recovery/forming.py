@@ -270,9 +270,7 @@ class Forming:
         raise GenerationAbandoned("another failure came first")
 
     def _connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
-        """Connect the members of a round, and move what its plan says; in the last round in the default group. Raises
-        what :meth:`Exchange.connect` raises.
-        """
+        """Connect a round, the last one in the default group, and move. Raises as :meth:`Exchange.connect`."""
         members = turn.members(self._env.world_size) if turn.away else None
         return self._connect(plan, turn.generation, members)
 

@@ -108,9 +108,7 @@ class RecoveryReporter:
         self._stalled_since = detected
 
     def began(self, boundary: int, whence: str) -> None:
-        """This worker has reached the step boundary that it begins from. ``whence`` is the checkpoint that all begin
-        from, in words; empty if it is none.
-        """
+        """The place it begins from is reached. ``whence``: the checkpoint of all, in words; else empty."""
         self._line = (boundary, whence)
         if self._awaited is not None:
             self._awaited |= {"boundary": boundary, "whence": whence}

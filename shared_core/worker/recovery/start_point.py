@@ -310,9 +310,7 @@ class WorkerStart:
         self._position.note_start(joining, self._start_point.origin)
 
     def prepare(self) -> None:
-        """Replacement: decide where to begin, before the user's code has done anything that depends on it. Blocks. A
-        hot standby does nothing until it has a place.
-        """
+        """Replacement: decide where to begin; blocks. A hot standby does nothing until it has a place."""
         if self.spare.waits:
             return
         self._recovery.prepare()

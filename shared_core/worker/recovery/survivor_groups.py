@@ -170,9 +170,7 @@ class SurvivorGroup:
         return {rank: unpack(part[: int(size)]) for rank, part, size in zip(self.ranks, parts, sizes, strict=True)}
 
     def barrier(self) -> None:
-        """Block until all ranks have called it. Raises SurvivorGroupBroken if a worker failed meanwhile; others may
-        have returned.
-        """
+        """Block until all have called. Raises SurvivorGroupBroken, where others may have returned."""
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
     def waiting(self, ranks: Sequence[int], what: str) -> AbstractContextManager[None]:
@@ -393,9 +391,7 @@ class SurvivorGroups:
         bound: str = "time-out of the process group",
         ends: str = "this ends with an error",
     ) -> None:
-        """Block until the keys are there; end the job if they do not come. Raises GenerationAbandoned if another
-        rank fails.
-        """
+        """Block until the keys are there, or end the job. Raises GenerationAbandoned at a failure."""
         with self._runtime.lock:
             self._runtime.note_waiting(+1)
         try:
@@ -415,21 +411,15 @@ class SurvivorGroups:
         self._admits = call
 
     def while_completed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run in a replacement that is in and gets the last updates of its state, before its program
-        continues: the others may need it.
-        """
+        """Have ``call`` run in a replacement that is in, before it gets the last updates of its state."""
         self._comes = call
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run when the program has ended without an error, before this worker is done: others may need it
-        until then.
-        """
+        """Have ``call`` run when the program has ended without an error, before this worker is done."""
         link.at_end(call)
 
     def close_at_end(self, close: Callable[[], None]) -> Callable[[], None] | None:
-        """As :meth:`at_end`, for what follows something of its kind: the newest ``close`` counts. Returns the one
-        before, or None.
-        """
+        """As :meth:`at_end`, where the newest of its kind counts. Returns the one before, or None."""
         if self._closes is None:
             link.at_end(lambda: self._closes() if self._closes is not None else None)
         before, self._closes = self._closes, close

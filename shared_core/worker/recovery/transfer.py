@@ -35,9 +35,7 @@ class StillWriting(GenerationAbandoned):
 
 
 def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-    """Send plain data and tensors to a member of the group, which calls :func:`receive`. Tensors may be on a device,
-    which is waited for.
-    """
+    """Send plain data and tensors to a member, which calls :func:`receive`. Devices are waited for."""
     await_all(apart(tensors))
     packed = pack({"head": head, "layout": layout(tensors)})
 

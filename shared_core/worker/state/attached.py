@@ -240,9 +240,7 @@ class Attached:
                 parameter.grad = torch.zeros_like(parameter)
 
     def groups(self) -> list[list[dict[str, Any]]]:
-        """What the optimizers' groups hold: learning rates and the like, and the places of their parameters. Raises
-        Unsupported for a parameter that was not attached.
-        """
+        """Of the optimizers: hyper-parameters, and places of parameters. Raises Unsupported for unattached ones."""
         return [[self._group(group) for group in o.param_groups] for o in self._replicated.optimizers]
 
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,9 +47,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def parts(sizes: Sequence[int], least: int = _LEAST) -> list[list[Span]]:
-    """Divide tensors of ``sizes`` bytes into at most eight parts of about the same size, of at least ``least`` bytes
-    where there are several.
-    """
+    """Divide tensors of so many bytes into at most eight about equal parts, none below ``least``."""
     return divided(sizes, max(1, min(_PARTS, sum(sizes) // least)), BLOCK)
 
 

@@ -339,9 +339,7 @@ class ExternalMutation:
         return index is not None and self.active and self.boundary < index
 
     def refuse(self) -> None:
-        """The state as it is now is to serve an earlier step boundary. Raises RecoveryFailed if it is not what updates
-        have made of the state there.
-        """
+        """Raises RecoveryFailed if the state is not what updates have made of an earlier boundary's."""
         if self.active or (self._watch is not None and self._watch.counted):
             raise RecoveryFailed(
                 f"the script has just changed {self._changed} outside an optimizer's update for the first time, so the "

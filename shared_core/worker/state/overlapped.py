@@ -41,9 +41,7 @@ def check(modules: Sequence[DistributedDataParallel], optimizers: Sequence[Optim
 
 
 class Overlapped:
-    """Makes the updates of one DDP module's parameters. ``layout`` says which are in which bucket, empty before DDP has
-    settled that.
-    """
+    """Makes the updates of a DDP module. ``layout``: which are in which bucket; empty before it is settled."""
 
     def __init__(
         self, updates: Updates, layout: Callable[[], Sequence[BucketInput]], position: BoundaryPosition

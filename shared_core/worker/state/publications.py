@@ -248,9 +248,7 @@ Records = list[tuple[RecordKey, list[torch.Tensor]]]
 
 
 class RecordFile:
-    """The file ``records`` of a rank, in ``folder``. On another machine there is a copy, and on disk what does not fit
-    into memory.
-    """
+    """The file ``records`` of a rank, with a copy on another machine; on disk where memory is full."""
 
     def __init__(self, folder: Path, mirror: Mirror | None, disk: Overflow) -> None:
         self._path, self._mirror, self._disk = folder / "records", mirror, disk
@@ -536,9 +534,7 @@ class SharedMemoryPublisher:
         self._kept.clear()
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
-        """Publish what a checkpoint has of a failed worker and this publisher has not: it was on a machine that fails,
-        and its copies too.
-        """
+        """Publish what a checkpoint has of a failed worker and this publisher, whose copies failed, has not."""
         known = {key for key, _ in self.records.read()}
         for key, results in records:
             if key not in known:

@@ -76,9 +76,7 @@ class Replicated:
         return [self.index_of(each) for each in parameters] if -1 in places else places
 
     def index_of(self, parameter: torch.Tensor) -> int:
-        """Place of a parameter in the shared order. Raises Unsupported for one that is neither in the modules nor was
-        in a group of the optimizers at first.
-        """
+        """Place in the shared order. Raises Unsupported for one in no module, and at first in no group."""
         place = self._places.get(id(parameter))
         if place is None:
             raise Unsupported(

@@ -264,9 +264,7 @@ class UpdateImages:
         return next((_read(params) for kept, params in self._images if kept == version), None)
 
     def parameters_at(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
-        """All parameters with ``version`` updates in them, not copied: images, or ``newest``, the parameters now.
-        Raises RecoveryFailed if they are no longer kept.
-        """
+        """Parameters with ``version`` updates, not copied: images, or ``newest``. Raises RecoveryFailed."""
         image = self._image(version)
         if image is not None:
             return list(image.values())
