@@ -393,10 +393,8 @@ class LoopProgress:
             self._skip_loop(target)
 
     def begin(self, job: Job, config: SwiftConfig, *, replays: bool = False) -> None:
-        """Be the loop of ``job``, with options that the script may have given.
-
-        Args:
-            replays: replacements run the whole script, and so count and draw all that the failed workers did.
+        """Be the loop of ``job``, with options that the script may have given. ``replays``: replacements run the whole
+        script, and so count and draw all that the failed workers did.
         """
         self.job, self.config, self._replays = job, config, replays
         self._replaced = job if isinstance(job, Job) else None  # a Checkpointer has what a loop needs of one
@@ -423,10 +421,8 @@ class LoopProgress:
         return self._active() is not None
 
     def refuse_own_steps(self) -> None:
-        """A loop is entered in which each worker computes its own share.
-
-        Raises:
-            Unsupported: with ``on_failure="reroute"``.
+        """A loop is entered in which each worker computes its own share. Raises Unsupported with
+        ``on_failure="reroute"``.
         """
         if self.job is not None and self.job.reroutes:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))

@@ -126,11 +126,8 @@ Place = tuple[str, int]
 
 
 def unknown(connections: Iterable[tuple[Place, Place]]) -> int:
-    """How many connections have no owner at the other end yet: not accepted so far, or closed. ``connections``: own end
-    and other end of each; those outside of 127.0.0.0/8 are passed over.
-
-    Raises:
-        PermissionError: another user's process is at the other end of one.
+    """How many connections, given by own end and other end, have no owner at the other end yet; those outside of
+    127.0.0.0/8 are passed over. Raises PermissionError if another user's process is at one.
     """
     count = 0
     for own, theirs in connections:
@@ -476,11 +473,8 @@ class InnerGroup:
 
 
 def _make(connected: Callable[[], Any], abandoned: Callable[[], bool], what: str) -> Any:
-    """What ``connected`` returns, from a thread of its own: gloo tries to reach a member that is gone for five times
-    its time-out, and nothing stops it. Then the thread drops what it has made.
-
-    Raises:
-        GenerationAbandoned: if the generation ends meanwhile.
+    """What ``connected`` returns, from a thread of its own, which drops it where the generation ends meanwhile: gloo
+    tries to reach a member that is gone for five times its time-out, and nothing stops it. Raises GenerationAbandoned.
     """
     done, made, failed = threading.Event(), [], []
 

@@ -172,10 +172,8 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
         return SwiftWork(op, self._runtime.compute_lock)
 
     def check(self, device: torch.device, operation: str) -> None:
-        """Refuse tensors of a device, unless ``device.experimental`` or ``on_failure="restart"`` is set.
-
-        Raises:
-            Unsupported: naming the operation and the device.
+        """Refuse tensors of a device, unless ``device.experimental`` or ``on_failure="restart"`` is set. Raises
+        Unsupported.
         """
         allowed = self._runtime.stages or self._runtime.restarts
         check_device(device, f"a tensor of {operation}", allowed=allowed)
@@ -309,11 +307,8 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
 
     @staged_in_place
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
-        """Reduce a list of dense tensors in place, as one operation. The log keeps the pooled buffers that were
-        reduced into.
-
-        Raises:
-            Unsupported: for a sparse tensor.
+        """Reduce a list of dense tensors in place, as one operation. The log keeps the pooled buffers that were reduced
+        into. Raises Unsupported for a sparse tensor.
         """
         coalesced = dist.AllreduceCoalescedOptions()
         if opts is not None:
@@ -477,10 +472,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
     @staged_in_place
     def reduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
         """Reduce ``tensors``, one tensor or a list, into those of the root, in place. Those of the other members keep
-        their values. The log keeps a copy of the input, at every member.
-
-        Raises:
-            Unsupported: for a sparse tensor.
+        their values. The log keeps a copy of the input, at every member. Raises Unsupported for a sparse tensor.
         """
         opts = opts or dist.ReduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -597,10 +589,7 @@ class SwiftProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor. It is copied in the call and may change at once; the copy is the log. The work returned is
-        done: a send does not wait for its receiver.
-
-        Raises:
-            Unsupported: for a list of several tensors.
+        done: a send does not wait for its receiver. Raises Unsupported for a list of several tensors.
         """
         tensor = _single(tensors)
         self.check(tensor.device, "send")

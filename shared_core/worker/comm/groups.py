@@ -532,11 +532,8 @@ class GroupState:
 
 
 class Groups(dict[str, GroupState]):
-    """By name, in the order they were made. Callers hold the lock where others may add one.
-
-    Attributes:
-        world: the default group; None before it is made.
-        given: how often the program has given each name.
+    """By name, in the order they were made; ``given`` counts how often the program has given each. Callers hold the
+    lock where others may add one. ``world``: the default group; None before it is made.
     """
 
     def __init__(self, state: SharedState) -> None:

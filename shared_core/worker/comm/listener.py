@@ -17,10 +17,8 @@ class KeptBucketInput(Protocol):
     """Recomputes the content of a gradient bucket while its reduction is under way."""
 
     def write(self, bucket: torch.Tensor, checksum: int) -> None:
-        """Overwrite ``bucket``, flat and on the CPU, with what was there before its reduction.
-
-        Raises:
-            RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
+        """Overwrite ``bucket``, flat and on the CPU, with what was there before its reduction. Raises RecoveryFailed if
+        that does not have this checksum, of :func:`input_checksum`.
         """
 
 

@@ -21,13 +21,9 @@ from shared_core.worker.messages.group_log import Signature
 
 
 class ComputeLock:
-    """Held by the thread of the training program except while it waits in this backend.
-
-    A helper thread that takes it may use the global generators and compute: the program continues afterwards as if it
-    had waited longer.
-
-    Attributes:
-        waited_s: how long the program has waited in all.
+    """Held by the thread of the training program except while it waits in this backend, in all for ``waited_s``. A
+    helper thread that takes it may use the global generators and compute: the program continues as if it had waited
+    longer.
     """
 
     def __init__(self) -> None:

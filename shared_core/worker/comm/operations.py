@@ -205,11 +205,8 @@ class Operations:
             op.future.set_exception(state.end(apart))
 
     def serve(self, group: GroupState, op: Op, logged: Logged) -> None:
-        """Complete a numbered operation with the logged result, which is copied to the caller's tensors.
-
-        Raises:
-            ReplayDivergence: if another operation was called there.
-            PlaceMismatch: if it was called from another place of the program.
+        """Complete a numbered operation with the logged result, which is copied to the caller's tensors. Raises
+        ReplayDivergence and PlaceMismatch if another was called there, or from another place.
         """
         state = self._state
         with state.lock:

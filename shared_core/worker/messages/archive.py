@@ -42,11 +42,8 @@ class ArchiveRecord(NamedTuple):
 
 
 class Index:
-    """Records by channel and index. Callers hold the archive's condition.
-
-    Attributes:
-        segments: the files that count, oldest first.
-        doomed: segments whose records are dropped and whose files are to be deleted.
+    """Records by channel and index; ``segments``, the files that count, oldest first, and ``doomed`` ones, which are to
+    be deleted. Callers hold the archive's condition.
     """
 
     def __init__(self) -> None:
@@ -307,10 +304,7 @@ class Archive:
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Write what waits, as far as there is room on disk, and end the thread; the files stay. What is put later is
-        not logged.
-
-        Raises:
-            WaitTimeout: the disk did not take it in ``timeout_s`` seconds.
+        not logged. Raises WaitTimeout.
         """
         with self._changed:
             self._closing = True
@@ -340,10 +334,8 @@ class Archive:
             return self._index.first(channel, before)
 
     def read(self, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
-        """A record, bit for bit as it was put, in CPU tensors of its own.
-
-        Raises:
-            CorruptFile: it is damaged, and then no longer in the index, or was never there.
+        """A record, bit for bit as it was put, in CPU tensors of its own. Raises CorruptFile if it is damaged, and then
+        no longer in the index, or was never there.
         """
         with self._changed:
             waiting, place = self._index.waiting.get((channel, index)), self._index.place(channel, index)

@@ -147,12 +147,7 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def encode(key: Key, tensors: Sequence[torch.Tensor]) -> bytes:
-    """The header of a record.
-
-    Raises:
-        TypeError: JSON cannot hold the note.
-        ValueError: the header would be longer than :data:`HEADER_LIMIT`.
-    """
+    """The header of a record. Raises TypeError if JSON cannot hold the note, ValueError if it would be too long."""
     kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     text = json.dumps([key.channel, key.index, key.boundary, dict(key.note), kinds], separators=(",", ":")).encode()
     if len(text) > HEADER_LIMIT:

@@ -63,11 +63,7 @@ class Agreement:
 
     def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
         """Block until ``ranks`` have set ``name`` in a generation. Returns the values in their order. ``what``: the
-        ranks are to do, for the line that a long wait prints.
-
-        Raises:
-            GenerationAbandoned: if the generation ends meanwhile.
-            WaitTimeout: if one does not come.
+        ranks are to do, for the line that a long wait prints. Raises GenerationAbandoned and WaitTimeout.
         """
         keys = {rank: f"{generation_key(generation)}/{name}/{rank}" for rank in ranks}
         limit_s, bound = self.wait_limit(generation)
@@ -181,12 +177,7 @@ class Agreement:
         return agreed.plan_or_fail()
 
     def go(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
-        """Block until all replacements have come to where they join.
-
-        Raises:
-            GenerationAbandoned: if the generation ends meanwhile.
-            WaitTimeout: if one does not come.
-        """
+        """Block until all replacements have come to where they join. Raises GenerationAbandoned and WaitTimeout."""
         what = self._lifecycle.why("reach the training loop", generation)
         name, others = f"{generation_key(generation)}/ready", set(range(self._env.world_size)) - set(replacements)
 

@@ -153,11 +153,8 @@ class WorkerRecovery:
                 self.fatal_actions.give_up(error)
 
     def admit(self, turn: Round) -> Received:
-        """Admit replacements that have asked to join; see :meth:`Forming.admit`.
-
-        Raises:
-            GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
-            WaitTimeout: if a rank does not take part in time.
+        """Admit replacements that have asked to join. Raises GenerationAbandoned and WaitTimeout; see
+        :meth:`Forming.admit`.
         """
         with self.lifecycle.acting:
             try:

@@ -19,12 +19,8 @@ Listener = Callable[[dict[str, Any]], None]
 
 
 class RecoveryReporter:
-    """The recoveries of one worker. The program's thread calls; :meth:`recovered` and :meth:`rerouted` are for
-    recovery threads.
-
-    Args:
-        updates: says how many steps were made again.
-        rolled_back: called when replacements have gone back to a checkpoint.
+    """The recoveries of one worker. The program's thread calls; :meth:`recovered` and :meth:`rerouted` are for recovery
+    threads. ``rolled_back`` is called when replacements have gone back to a checkpoint.
     """
 
     def __init__(self, context: Context, updates: Updates, rolled_back: Callable[[], None]) -> None:

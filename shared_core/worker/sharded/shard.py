@@ -104,10 +104,8 @@ class LeftoverShards:
             parameter.grad = torch.full_like(parameter.detach(), torch.nan)
 
     def reducing(self) -> None:
-        """Gradients of this batch are about to be added to what is there, for the first time.
-
-        Raises:
-            Unsupported: to what was not published.
+        """Gradients of this batch are about to be added for the first time; raises Unsupported to what was not
+        published.
         """
         missing, self.missing = self.missing, ()
         for place in missing:

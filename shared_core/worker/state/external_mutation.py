@@ -305,11 +305,8 @@ class ExternalMutation:
         self.boundary = index
 
     def resume(self, index: int, version: int, active: bool, *, exact: bool, watched: int) -> None:
-        """Replacement, at its step boundary.
-
-        Args:
-            exact: the state is that of the step boundary.
-            watched: updates that the failed worker has watched.
+        """Replacement, at its step boundary. ``exact``: the state is that of the boundary; ``watched``: updates that
+        the failed worker has watched.
         """
         self.active, self.boundary = active, index
         if self._watch is not None:

@@ -907,12 +907,9 @@ class Updates:
         *,
         owned: bool = False,
     ) -> None:
-        """Take over a donor's state at a step boundary of ``version``, in place; updates that the state already
-        contains will do nothing.
-
-        Args:
-            description: of the state; None for the one that is here. With ``here`` the state has come before.
-            owned: nobody else uses the tensors, so they are not copied.
+        """Take over a donor's state at a step boundary of ``version``, in place; updates that it contains will do
+        nothing. Without ``description`` it is the one that is here; with ``here`` in that it has come before.
+        ``owned``: nobody else uses the tensors, so they are not copied.
         """
         self._show_state()
         with self.gate.condition:
