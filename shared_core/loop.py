@@ -254,13 +254,6 @@ class _Warnings:
 _COUNT_FIRST = "{0}.epochs({1}, {2}): the end of the range comes first, as in {0}.epochs({2}, start={1})"
 
 
-def _in_order(name: str, count: int, start: int) -> range:
-    """Numbers from ``start`` up to ``count``; ConfigError if the two were taken for each other."""
-    if start > count:
-        raise ConfigError(_COUNT_FIRST.format(name, count, start))
-    return range(start, count)
-
-
 class _Anchors:
     """What the script's own code depends on, besides the model, at the start of an epoch, after its last passes, and
     after the newest loops over epochs.
@@ -358,7 +351,9 @@ class LoopProgress:
         return epochs
 
     def _epochs(self, count: int, start: int, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[int]:
-        numbers = _in_order(self._name, count, start)
+        if start > count:  # the two were taken for each other
+            raise ConfigError(_COUNT_FIRST.format(self._name, count, start))
+        numbers = range(start, count)
         self._start, self._end = start, count
         if self._replays:
             return (yield from numbers)

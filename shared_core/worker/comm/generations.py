@@ -94,8 +94,8 @@ class Generations:
             self._background = False
 
     def _connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
-        """Connect ``group`` and issue what is pending in it. Raises what :meth:`meet` raises."""
-        inner = self.meet(group, generation, limit_s)
+        """Connect ``group`` and issue what is pending in it. Raises what :meth:`new_inner` raises."""
+        inner = attempts(lambda attempt: self.new_inner(group, generation, attempt, limit_s))
         with self._state.lock:
             if self._state.latest > generation:
                 inner.discard()
@@ -222,10 +222,6 @@ class Generations:
                 self._state.end(error)
 
     # -- connecting: groups of the program, and side groups that last one generation --------------------
-
-    def meet(self, group: GroupState, generation: int, limit_s: float | None = None) -> InnerGroup:
-        """As :meth:`new_inner`, in up to ``MAX_ATTEMPTS`` attempts; raises what it raises."""
-        return attempts(lambda attempt: self.new_inner(group, generation, attempt, limit_s))
 
     def new_inner(self, group: GroupState, generation: int, attempt: int, limit_s: float | None = None) -> InnerGroup:
         """A fresh gloo group for ``group``, not yet used by it. All members call with the same generation and attempt.

@@ -50,7 +50,7 @@ class StartUp:
         if not state.starting:
             # Not in the backward of a batch whose boundary was no recovery point.
             if key is not None and not (state.part and compat.in_backward()):
-                self._record(key, op)
+                op.record = self.keeper(key, op.results)
             return None
         recorded = self.recorded(key, op.results)
         return neutral(op, inputs) if recorded is None else recorded
@@ -77,9 +77,6 @@ class StartUp:
         ordinal = self._ordinals.get(place, 0)
         self._ordinals[place] = ordinal + 1
         return RecordKey(state.entry, group, name, ordinal, state.part)
-
-    def _record(self, key: RecordKey, op: Op) -> None:
-        op.record = self.keeper(key, op.results)
 
     def keeper(self, key: RecordKey, into: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """A function that records the result, to be called when it is in the tensors ``into`` and before the caller can

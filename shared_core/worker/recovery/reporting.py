@@ -126,15 +126,12 @@ class RecoveryReporter:
         if self._updates.version <= self._until:
             return  # it catches up with the others
         if self._from_scratch and any(group.replay for group in self._runtime.groups.values()):
-            self._say_behind()
+            if not self._behind:
+                self._behind = True
+                self._report({"rank": self._runtime.rank, "pid": os.getpid(), "time": time.time(), "behind": True})
             return
         said, self._awaited = self._awaited, None
         self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
-
-    def _say_behind(self) -> None:
-        if not self._behind:
-            self._behind = True
-            self._report({"rank": self._runtime.rank, "pid": os.getpid(), "time": time.time(), "behind": True})
 
     def updated(self) -> None:
         if self._awaited is not None:

@@ -40,10 +40,8 @@ class Compiled:
                     met.append(sizes)
             if why := differs(self._own, self._before):
                 self._refuse(why)
-        return {"too often": self._too_often, "orders": {**self._before, **self._longer()}}
-
-    def _longer(self) -> dict[str, list[str]]:
-        return {where: met for where, met in self._own.items() if len(met) >= len(self._before.get(where, ()))}
+        longer = {where: met for where, met in self._own.items() if len(met) >= len(self._before.get(where, ()))}
+        return {"too often": self._too_often, "orders": {**self._before, **longer}}
 
     def restore(self, found: Mapping[str, Any]) -> None:
         """Where a worker failed. After a restart all compile again, and this does nothing."""

@@ -298,7 +298,8 @@ class ExternalMutation:
 
     def at_boundary(self, index: int, version: int) -> None:
         if self.active or (self._first and self._unoptimized is not None and self._unoptimized.small):
-            self._keep(index, version)
+            assert self._replicated is not None
+            self.boundaries.keep(index, version, self._replicated.export(), self.local)
         if self._first and self._watch is not None:
             self._first, self._first_version = False, version
             self._watch.note()
@@ -315,10 +316,6 @@ class ExternalMutation:
                 self.at_boundary(index, version)
             self._first = False
             self._watch.note()
-
-    def _keep(self, index: int, version: int) -> None:
-        assert self._replicated is not None
-        self.boundaries.keep(index, version, self._replicated.export(), self.local)
 
     def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Description and tensors of the state at a step boundary, not to be written; None if it is not kept."""

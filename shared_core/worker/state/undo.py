@@ -270,7 +270,7 @@ class Undo:
         if not self._handles:
             for kept in self._kept.values():
                 self._handles.append(kept.optimizer.register_step_pre_hook(self._before))
-                self._handles.append(kept.optimizer.register_step_post_hook(self._after))
+                self._handles.append(kept.optimizer.register_step_post_hook(lambda optimizer, *_: self.end(optimizer)))
                 self._handles.append(kept.optimizer.register_load_state_dict_post_hook(self._loaded))
 
     def disarm(self) -> None:
@@ -355,9 +355,6 @@ class Undo:
         kept.gradients.update(gradients)
         self._order += [(kept, parameter, restore) for parameter, restore in fresh]
         kept.parameters.update(parameter for parameter, _ in fresh)
-
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.end(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
         kept = self._kept[id(optimizer)]
