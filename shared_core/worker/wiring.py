@@ -21,9 +21,9 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.worker import link
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.listener import KeptBucketInput
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
+from shared_core.worker.comm.state import KeptBucketInput
 from shared_core.worker.integrity import StateCheck
 from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
@@ -35,8 +35,7 @@ from shared_core.worker.program.boundaries import (
     Publishing,
     StepBoundaries,
 )
-from shared_core.worker.program.entries import Entries
-from shared_core.worker.program.notes import Notes, Saves
+from shared_core.worker.program.entries import Entries, Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.trained import DATA, UPDATE, StepClock, Trained
@@ -198,7 +197,7 @@ class WorkerRuntime:
 
 class _Relay:
     """Passes calls of the groups on to parts that are made after them: their
-    :class:`~shared_core.worker.comm.listener.OperationListener`.
+    :class:`~shared_core.worker.comm.state.OperationListener`.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:

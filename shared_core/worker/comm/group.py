@@ -26,10 +26,10 @@ from shared_core.worker.comm.compat import (
     in_backward,
     methods_out_of_graphs,
 )
-from shared_core.worker.comm.listener import KeptBucketInput
 from shared_core.worker.comm.op import KeptResults, Op, RunAgain, SwiftWork, input_checksum, signature
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.comm.staged import StagedReceive, staged, staged_in_place
+from shared_core.worker.comm.state import KeptBucketInput
 
 #: Untyped, because torch's stubs leave out most of it.
 _Base: Any = torch.distributed.ProcessGroup

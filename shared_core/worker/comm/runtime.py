@@ -8,12 +8,11 @@ from datetime import timedelta
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
-from shared_core.worker.comm.listener import OperationListener
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import GroupPlaces
 from shared_core.worker.comm.results import BoundaryMarks, CollectiveResults
-from shared_core.worker.comm.state import SharedState
+from shared_core.worker.comm.state import OperationListener, SharedState
 from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool

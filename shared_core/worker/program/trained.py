@@ -28,11 +28,10 @@ from shared_core.worker.comm.op import Op
 from shared_core.worker.integrity import flip, refuse_comparing
 from shared_core.worker.sharded.own import Owner, OwnState, refuse, sharded_modules
 from shared_core.worker.sharded.shard import SHARD, TrainedShard
-from shared_core.worker.state.attached import LAYERS_OFF, Attached, Layers
+from shared_core.worker.state.attached import LAYERS_OFF, Attached, Layers, LeftoverGradients
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.external_mutation import UnoptimizedParameters
 from shared_core.worker.state.forward_pass import ForwardRecorder
-from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import StateParts
 from shared_core.worker.state.overlapped import Overlapped, check
 from shared_core.worker.state.publications import UNOPTIMIZED
