@@ -109,20 +109,10 @@ class Agreement:
         if store.add(f"{key}/fronts", 1) != world_size:
             return
         inject.point("recovery.deciding")
-        agreed = self._decide(store, generation)
+        agreed = decided(store, {rank: f"{key}/front/{rank}" for rank in range(world_size)}, world_size, decide)
         store.compare_set(plan_key(generation), "", agreed.to_json())
         if agreed.plan is not None and not agreed.plan.boundaries:
             store.compare_set(go_key(generation), "", "1")
-
-    def _decide(self, store: Store, generation: int) -> Agreed:
-        keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in range(self._env.world_size)}
-        frontiers = read_frontiers(
-            dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys, self._env.world_size
-        )
-        try:
-            return Agreed(decide(frontiers))
-        except RecoveryFailed as error:
-            return Agreed(None, str(error))
 
     def say_ready(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
         """This replacement has come to where it joins. The last of ``replacements`` lets all others connect."""
@@ -207,6 +197,17 @@ class Agreement:
                 if (found := heard()) is not None:
                     return found
             wait.look()  # it asks the store, so not under the lock
+
+
+def decided(
+    store: Store, keys: dict[int, str], world_size: int, decide: Callable[[dict[int, Frontier]], Plan]
+) -> Agreed:
+    """What ``decide`` makes of the frontiers under ``keys``, by rank. Raises DamagedRecord if one is none."""
+    frontiers = read_frontiers(dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys, world_size)
+    try:
+        return Agreed(decide(frontiers))
+    except RecoveryFailed as error:
+        return Agreed(None, str(error))
 
 
 def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from shared_core.errors import GenerationAbandoned, RecoveryFailed
+from shared_core.errors import GenerationAbandoned
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.protocol.admission import admit
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import StepBoundary, read_frontiers
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round, ranks_in
 from shared_core.protocol.worker_phase import WorkerEvent
@@ -27,7 +27,7 @@ from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.state import EXIT_STALE, wait_for_change
 from shared_core.worker.messages.group_log import Logged
-from shared_core.worker.recovery.agreement import Agreement
+from shared_core.worker.recovery.agreement import Agreement, decided
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.transfer import StillWriting
@@ -217,12 +217,14 @@ class Forming:
 
     def _plan_round(self, turn: Round, store: Store) -> Plan:
         rank, name, members = self._env.rank, turn.name, turn.members(self._env.world_size)
-        frontiers, decided = {each: f"{name}/front/{each}" for each in members}, f"{name}/plan"
+        frontiers, plan = {each: f"{name}/front/{each}" for each in members}, f"{name}/plan"
         newest: Sequence[StepBoundary] = self._publisher.boundaries()[-1:]
         store.set(frontiers[rank], self._agreement.front(newest).to_json())
         if store.add(f"{name}/fronts", 1) == len(members):
             inject.point("recovery.deciding")
-            store.set(decided, self._decide_round(turn, store, frontiers).to_json())
+            absent = self._lifecycle.entries[turn.generation].absent or ()
+            agreed = decided(store, frontiers, self._env.world_size, lambda found: admit(found, absent))
+            store.set(plan, agreed.to_json())
 
         def come(each: int) -> bool:
             return bool(store.check([frontiers[each]]))
@@ -236,16 +238,8 @@ class Forming:
 
         limit_s, bound = self._agreement.wait_limit(turn.generation)
         wait = Wait(f"rank {rank}", what, limit_s, bound=bound, speaks=speaks)
-        poll(lambda: store.check([decided]), lambda: self._lifecycle.ended(turn.generation), wait)
-        return Agreed.from_json(store.get(decided), decided, self._env.world_size).plan_or_fail()
-
-    def _decide_round(self, turn: Round, store: Store, keys: dict[int, str]) -> Agreed:
-        said = store.multi_get(list(keys.values()))
-        frontiers = read_frontiers(dict(zip(keys, said, strict=True)), keys, self._env.world_size)
-        try:
-            return Agreed(admit(frontiers, self._lifecycle.entries[turn.generation].absent or ()))
-        except RecoveryFailed as error:
-            return Agreed(None, str(error))
+        poll(lambda: store.check([plan]), lambda: self._lifecycle.ended(turn.generation), wait)
+        return Agreed.from_json(store.get(plan), plan, self._env.world_size).plan_or_fail()
 
     def _agree_on_round(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
         """Connect, move, and settle whether the replacements are in. Returns the connected group, or None if another
