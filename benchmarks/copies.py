@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from benchmarks.common import ROOT, Row, arguments, finish, leave_nothing, say
 from shared_core.system import secret
-from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.publications import Mirror
 
 SERVER = """
 import sys

@@ -34,13 +34,13 @@ PARTS: tuple[tuple[str, str, str], ...] = (
     ("a collective: issue", "shared_core.worker.comm.operations:Operations.submit", "a bucket, where it is one"),
     ("a collective: gloo", "shared_core.worker.comm.operations:Operations.start", "a collective: issue"),
     ("a collective: end, on gloo's thread", "shared_core.worker.comm.operations:Operations._finished", ""),
-    ("before an update", "shared_core.worker.state.update_steps:UpdateSteps._begin_step", ""),
+    ("before an update", "shared_core.worker.state.updates:Updates._begin_step", ""),
     (
         "before an update: parameters kept",
-        "shared_core.worker.state.update_images:UpdateImages.keep",
+        "shared_core.worker.state.updates:UpdateImages.keep",
         "before an update",
     ),
-    ("after an update: counted", "shared_core.worker.state.update_steps:UpdateSteps._one_more", ""),
+    ("after an update: counted", "shared_core.worker.state.updates:Updates._one_more", ""),
 )
 
 

@@ -54,7 +54,7 @@ AGREED = "from the failure until all may connect"
 
 class SimulatedFrontiers:
     """Where a simulated rank stands: in the middle of a batch. As in
-    :mod:`shared_core.worker.recovery.frontier_builder`.
+    :mod:`shared_core.worker.recovery.agreement`.
     """
 
     def __init__(self, env: WorkerEnv) -> None:

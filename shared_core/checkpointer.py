@@ -41,8 +41,7 @@ from shared_core.events import console
 from shared_core.job import Job, current_job
 from shared_core.kinds import whole_of_environment
 from shared_core.launcher.persisting import Persisting
-from shared_core.loop import TrainingLoop
-from shared_core.loop_progress import LoopProgress
+from shared_core.loop import LoopProgress, TrainingLoop
 from shared_core.protocol.codec import Count, decode, text
 from shared_core.sharing import SharedStep
 from shared_core.system.jobdir import JobDir
@@ -52,10 +51,9 @@ from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntr
 from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.recovery_line import DESCRIPTION, NAMES
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.change_detection import ChangeWatch
+from shared_core.worker.state.external_mutation import ChangeWatch, UnoptimizedParameters
 from shared_core.worker.state.local_state import Capture, Restore, StateParts
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unoptimized import UnoptimizedParameters
 
 #: File of parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"
@@ -173,24 +171,7 @@ class _Ranks:
         return self.said(key, f"to say its {key}")
 
 
-class _NoReplacements:
-    """What a training loop says for replacements, where no worker has to find the place of another."""
-
-    def note_reachable(self, reachable: bool) -> None:
-        """Of no meaning here."""
-
-    def between(self, phase: int, epoch: int | None, pass_: int) -> None:
-        """The same."""
-
-    def continues(self) -> None:
-        """The same."""
-
-    @property
-    def entries(self) -> _NoReplacements:
-        return self
-
-
-class OneProcess(_NoReplacements):
+class OneProcess:
     """What a training loop needs of a job where nobody replaces failed workers: step boundaries with checkpoints.
 
     Args:
@@ -252,6 +233,19 @@ class OneProcess(_NoReplacements):
     @property
     def checkpoints(self) -> OneProcess:
         return self
+
+    entries = checkpoints
+
+    # What a loop says for replacements, which have to find the place of another worker, is of no meaning here.
+
+    def note_reachable(self, reachable: bool) -> None:
+        pass
+
+    def between(self, phase: int, epoch: int | None, pass_: int) -> None:
+        pass
+
+    def continues(self) -> None:
+        pass
 
     def keep_boundaries(self) -> None:
         self._outside = True

@@ -25,7 +25,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
-from shared_core.worker.state.orders import StateOrders
+from shared_core.worker.state.publications import StateOrders
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.wiring import WorkerRuntime
 
@@ -124,7 +124,7 @@ class Job:
                 parameters are also kept before each update, because a message that a failed rank has not delivered must
                 be computed with the parameters that it had, which its replica may have updated.
             sharded: each replica has a part of the optimizer's state to itself. ``optimizers`` is empty then; the
-                caller registers the state, and makes each update inside ``updates.steps.update()``.
+                caller registers the state, and makes each update inside ``updates.update()``.
 
         Raises:
             Unsupported: for parameters that are not on the CPU, and for DDP with ``on_failure="reroute"``.
@@ -167,7 +167,7 @@ class Job:
 
         For what must be known before the join, such as names of log files.
         """
-        return self._worker.start.start_point.peek(name)
+        return self._worker.start.peek(name)
 
     def step_boundary(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
         """Call at the very start of each batch, before anything random and any collective of it.

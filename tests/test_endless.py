@@ -6,7 +6,7 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.loop_progress import UNMARKED
+from shared_core.loop import UNMARKED
 from shared_core.worker.program.unmarked import NOTHING_ATTACHED
 from tests.support.runner import compare, unconfirmed
 

@@ -130,12 +130,12 @@ import threading
 from pathlib import Path
 
 from shared_core.system import process
-from shared_core.worker.recovery import forked
+from shared_core.worker.program import own_standby
 
 process.become_subreaper()
 
 
-def files(): return forked.other_files(Path("/nowhere"), set())
+def files(): return own_standby.other_files(Path("/nowhere"), set())
 assert not files(), files()
 read, write = os.pipe()
 log = open(tempfile.mktemp(), "w")
@@ -148,19 +148,19 @@ assert files() == (os.readlink(f"/proc/self/fd/{read}"),), files()
 os.close(read)
 mine, theirs = socket.socketpair()
 assert files() == ("a connection",) * 2, files()
-assert forked.other_files(Path("/nowhere"), {f"pid {os.getpid()}"}) == ()
-assert not forked.other_threads(), forked.other_threads()
+assert own_standby.other_files(Path("/nowhere"), {f"pid {os.getpid()}"}) == ()
+assert not own_standby.other_threads(), own_standby.other_threads()
 over = threading.Event()
 thread = threading.Thread(target=over.wait, name="pool")
 thread.start()
-assert forked.other_threads() == ("pool",), forked.other_threads()
+assert own_standby.other_threads() == ("pool",), own_standby.other_threads()
 over.set(); thread.join()
 
 # A copy lets go of connections: the other end sees when the parent ends its own. It waits meanwhile.
 until, over = os.pipe()
 log.write("once")
-forked.flush()
-if forked.fork(os.getpid()):
+own_standby.flush()
+if own_standby.fork(os.getpid()):
     os.close(over)
     os.read(until, 1)
     log.close()

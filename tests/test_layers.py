@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import Fault
-from shared_core.worker.state.layers import LAYERS_OFF
+from shared_core.worker.state.attached import LAYERS_OFF
 from tests.support.runner import Mismatch, compare
 
 #: Parts of the script, and where workers fail in them: an epoch has five batches and six step boundaries.

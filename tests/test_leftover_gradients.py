@@ -8,7 +8,7 @@ from harness import Jobs, few
 from torch import nn
 
 from shared_core.faults import Fault
-from shared_core.worker.state.leftover_gradients import LeftoverGradients
+from shared_core.worker.state.attached import LeftoverGradients
 from shared_core.worker.state.replicated import Replicated
 from tests.support.runner import Mismatch
 

@@ -15,7 +15,7 @@ from harness import Jobs, few
 import shared_core
 from shared_core.errors import Unsupported
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.loop_progress import UNMARKED as WARNINGS
+from shared_core.loop import UNMARKED as WARNINGS
 from tests.support.report import AWAIT
 from tests.support.runner import JobResult, compare
 

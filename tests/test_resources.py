@@ -17,10 +17,9 @@ from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries, map_file
-from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.messages.group_log import RETRY_S, BufferPool, GroupLog, LogEntry, Spilling
-from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.publication_file import Overflow
+from shared_core.worker.state.publications import RecordKey, SharedMemoryPublisher
 
 
 class Clock:

@@ -31,7 +31,7 @@ OUT = {
     r"Knock": "request_join",
     r"News": "RecoveryReporter",
     r"Beginning(?= ?[(:\n]|\b\.)": "StartPoint",
-    r"Fronts": "FrontierBuilder",
+    r"Fronts": "Agreement",
     r"Patience|PATIENCE": "WaitWatchdog, WaitFor, MAX_WAIT_S",
     r"Endings": "FatalActions",
     r"Standing": "WaitStatus",

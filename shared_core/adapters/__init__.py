@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         warn_srun_once,
     )
     from shared_core.loaders import TrackedLoader
-    from shared_core.loop_progress import LoopProgress
+    from shared_core.loop import LoopProgress
 
 __all__ = [
     "CHECKPOINT_OPTIONS",
@@ -49,6 +49,6 @@ __getattr__ = lazily(
             "warn_srun_once",
         ),
         "shared_core.loaders": ("TrackedLoader",),
-        "shared_core.loop_progress": ("LoopProgress",),
+        "shared_core.loop": ("LoopProgress",),
     },
 )

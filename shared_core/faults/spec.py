@@ -146,7 +146,7 @@ class Fault:
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
         delay_s: strike so many seconds after the point is met, wherever the worker is by then.
         after: place in the job's list of a fault that must have struck before: the worker waits for it at the point.
-        bit: which one flips, see :func:`shared_core.worker.integrity.flips.flip`.
+        bit: which one flips, see :func:`shared_core.worker.integrity.flip`.
 
     Raises ConfigError for a value out of range, with what is allowed.
     """

@@ -150,7 +150,8 @@ class Position(Iterator[Any]):
         """
         self._told, self._latest = deque(told), None  # what was seen before tells nothing of generators that were set
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
-        self._hand.extend(items if self._ahead else ())
+        if self._ahead and self._engine.in_process:
+            self._hand.extend(items)
         self._log.notes = record.fetches
         if drawing is not None:
             record.draws = drawing.draws

@@ -278,7 +278,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
 
     def _after_boundary(self, job: Job) -> None:
         if not job.reroutes:  # steps make no log
-            job.replays.commits.mark()
+            job.replays.mark()
         if self._groups is not None:
             self._groups.at_boundary()
         if self._rerouting is not None:
@@ -287,7 +287,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self._rerouting is None:  # else it has been called, because gradients are clipped by now
             self.before_step()
-        with self._job.updates.steps.update() if self._job is not None and self._shard is not None else nullcontext():
+        with self._job.updates.update() if self._job is not None and self._shard is not None else nullcontext():
             super()._take_model_step(*args, **kwargs)
 
     def _next_batch(self) -> Any:

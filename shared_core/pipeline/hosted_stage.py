@@ -23,8 +23,7 @@ from shared_core.reroute.moving import flat_bytes, from_bytes
 from shared_core.reroute.step import StageModel, Tied
 from shared_core.reroute.summing import unflatten
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.undo import Undo
-from shared_core.worker.state.undo.undo import is_of_torch
+from shared_core.worker.state.undo import Undo, is_of_torch
 
 _PARAMS = ("params", "param_names")
 _OURS = __name__.partition(".")[0]

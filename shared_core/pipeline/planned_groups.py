@@ -64,7 +64,7 @@ class PlannedGroups:
         made = (engine.timed - timed) / engine.micro_batches
         # 0 if this process has computed nothing: it begins here, or others have computed for it. An interval that the
         # budget has cut short says nothing of the policy's: it is tried twice as long.
-        wanted = every * (1 + self._job.replays.commits.pressed)
+        wanted = every * (1 + self._job.replays.pressed)
         row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next()), float(wanted)]
         mine = torch.tensor(row, dtype=torch.float64)
         all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]

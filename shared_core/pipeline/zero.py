@@ -23,7 +23,7 @@ from shared_core.pipeline import compat
 from shared_core.pipeline.repartition import StagePiece, repartitioned
 from shared_core.pipeline.sharded import captured, evaluates, put_back
 from shared_core.worker.sharded.own import Owner
-from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
+from shared_core.worker.sharded.shard import LAYOUT, OLD_RANKS
 
 _PAGE = "See docs/sharded.md"
 #: Of DeepSpeed's optimizers that divide: what each calls the flat tensors that the optimizer inside steps.
@@ -71,7 +71,7 @@ class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
                 "the DeepSpeed engine takes a step, and its batches are not known: write job = "
                 f"shared_core.attach(engine), and read the batches through job.steps(loader). {_PAGE}"
             )
-        with job.updates.steps.update():
+        with job.updates.update():
             super()._take_model_step(*args, **kwargs)
         self.pending = False
 

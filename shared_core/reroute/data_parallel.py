@@ -29,8 +29,7 @@ from shared_core.reroute.summing import (
 from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.worker.messages.group_log import BufferPool
-from shared_core.worker.recovery.survivor_group import SurvivorGroup
-from shared_core.worker.recovery.survivor_groups import WaitFor
+from shared_core.worker.recovery.survivor_groups import SurvivorGroup, WaitFor
 
 if TYPE_CHECKING:
     from shared_core.job import Job

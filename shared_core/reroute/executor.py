@@ -33,7 +33,7 @@ from shared_core.reroute.step_progress import StepProgress, change_entry, progre
 from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.routing import survivors
 from shared_core.schedule.schedule import PlannedWorker, Topology
-from shared_core.worker.recovery.survivor_group import SurvivorGroup
+from shared_core.worker.recovery.survivor_groups import SurvivorGroup
 
 
 class Executor:

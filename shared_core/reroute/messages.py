@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared_core.errors import Unsupported
 from shared_core.schedule.schedule import Topology
-from shared_core.worker.recovery.survivor_group import SurvivorGroup, SurvivorGroupWork
+from shared_core.worker.recovery.survivor_groups import SurvivorGroup, SurvivorGroupWork
 
 Tensors = tuple[Tensor, ...]
 #: (dtype, shape, whether it is differentiated) of each tensor of a message.

@@ -27,7 +27,7 @@ from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.schedule import PlannedWorker
-from shared_core.worker.recovery.survivor_group import SurvivorGroup
+from shared_core.worker.recovery.survivor_groups import SurvivorGroup
 
 
 @dataclass

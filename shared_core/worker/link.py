@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,14 +19,14 @@ from typing import Any
 from shared_core.errors import WaitTimeout
 from shared_core.events import console
 from shared_core.protocol import worker_env
-from shared_core.protocol.keys import REPORTS, WORDS
+from shared_core.protocol.keys import DAMAGED, PREPARED, REPORTS, WORDS
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_messages import WISH
 from shared_core.system import secret, wire
 from shared_core.system.jobdir import AGENT
 from shared_core.transport import local
 from shared_core.transport.remote_store import RemoteStore
-from shared_core.transport.store import Store, StoreError
+from shared_core.transport.store import Below, Store, StoreError
 from shared_core.waiting import FOREVER_S
 
 _failed = False
@@ -108,7 +109,6 @@ def at_end(call: Callable[[], None]) -> None:
 
 
 def forget_ends() -> None:
-    """Forget what :func:`at_end` was told."""
     _at_end.clear()
 
 
@@ -152,3 +152,41 @@ def leave() -> None:
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()
     os._exit(_leaves_with)
+
+
+class JobStore:
+    """One connection, made at the first use and shared by all threads. No call on it blocks for a key."""
+
+    def __init__(self, env: WorkerEnv) -> None:
+        self.begin(env)
+
+    def begin(self, env: WorkerEnv) -> None:
+        """Be that of the worker that ``env`` describes; again in a forked copy of the process."""
+        self._env = env
+        self._client: RemoteStore | None = None
+        self._lock = threading.Lock()
+
+    def below(self, prefix: str = "") -> Below:
+        """Keys of this attempt that begin with ``prefix``: empty, or ends with a slash. May raise WaitTimeout."""
+        return Below(self._connected(), self._env.prefix + prefix)
+
+    def tell(self, name: str, value: Any) -> None:
+        """Set a key that the launcher acts on."""
+        tell(self._connected(), name, value, prefix=self._env.prefix)
+
+    def report(self, value: dict[str, Any]) -> None:
+        """Tell the launcher something that it shows to the user."""
+        report(self._connected(), value, prefix=self._env.prefix)
+
+    def tell_damage(self, value: dict[str, Any]) -> None:
+        report(self._connected(), value, prefix=self._env.prefix, queue=DAMAGED)
+
+    def prepared(self, value: dict[str, Any]) -> None:
+        """Tell the launcher that this hot standby waits for its rank's place."""
+        report(self._connected(), value, prefix=self._env.prefix, queue=PREPARED)
+
+    def _connected(self) -> RemoteStore:
+        with self._lock:
+            if self._client is None:
+                self._client = connect_store(self._env.config.detection.wait_timeout_s, self._env)
+            return self._client

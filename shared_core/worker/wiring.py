@@ -8,62 +8,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import RecoveryFailed, SwiftError
+from shared_core.errors import RecoveryFailed
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
-from shared_core.transport.store import Store
 from shared_core.worker import link
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.results import BoundaryMarks
-from shared_core.worker.fatal_actions import FatalActions
-from shared_core.worker.integrity.state_check import StateCheck
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.comm.state import KeptBucketInput
+from shared_core.worker.integrity import StateCheck
+from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
-from shared_core.worker.mirror import Mirror
-from shared_core.worker.program.boundary_state import BoundaryState
-from shared_core.worker.program.entries import Entries
-from shared_core.worker.program.joining import Joining
-from shared_core.worker.program.leaving import LeavingPublisher
-from shared_core.worker.program.notes import Notes, Saves
+from shared_core.worker.program.boundaries import (
+    Checkpointing,
+    Joining,
+    LeavingPublisher,
+    Publishing,
+    StepBoundaries,
+)
+from shared_core.worker.program.entries import Entries, Notes, Saves
 from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.own_standby import OwnStandby
-from shared_core.worker.program.publishing import Checkpointing, Publishing
-from shared_core.worker.program.step_boundaries import StepBoundaries
-from shared_core.worker.program.step_clock import DATA, UPDATE, StepClock
-from shared_core.worker.program.trained import Trained
+from shared_core.worker.program.trained import DATA, UPDATE, StepClock, Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.context import Context, Lifecycle
 from shared_core.worker.recovery.copies import StateCopies
-from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.exchange import Replaying
+from shared_core.worker.recovery.exchange import Donor
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
-from shared_core.worker.recovery.replay import Commits, Replays
+from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.recovery.spare import Spare
-from shared_core.worker.recovery.start_point import WorkerStart
+from shared_core.worker.recovery.start_point import Spare, WorkerStart
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.compiled import Compiled
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
-from shared_core.worker.state.overflow import overflow
 from shared_core.worker.state.overlapped import Overlapped
-from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.publication_file import overflow
+from shared_core.worker.state.publications import Mirror, SharedMemoryPublisher
 from shared_core.worker.state.shared_images import SharedImages
 from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin, Variables
@@ -77,9 +71,9 @@ class WorkerRuntime:
             env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
         )
         log, store, relay = DiskLog(env), JobStore(env), _Relay(self)
-        self.log, self.store = log, store
-        runtime = self.runtime = Runtime(env, relay, log, _marks(env))
-        fatal_actions = self.fatal_actions = FatalActions(runtime, store)
+        self.store = store
+        runtime = self.runtime = Runtime(env, relay, publisher, store, log, _marks(env))
+        fatal_actions = self.fatal_actions = runtime.fatal_actions
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
         self._context = context
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
@@ -107,38 +101,45 @@ class WorkerRuntime:
             parts,
             buckets,
             forward_recorder,
-            Overlapped(updates.steps, buckets.layout, position),
+            Overlapped(updates, buckets.layout, position),
             lambda reason: self._cannot_put_back(reason, position.origin),
             clock,
         )
         # Recovery.
         donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
-        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, relay)
-        survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
-        self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
-        commits = Commits(
+        replays = self.replays = Replays(
             runtime,
             log,
             lambda: self.start.checkpoints.newest_boundary,
             lambda: self.start.checkpoints.due_boundary,
             config.log.budget_bytes,
         )
-        replays = self.replays = Replays(runtime, log, commits)
+        reporter = self.reporter = RecoveryReporter(context, updates, lambda: self.start.checkpoints.rolled_back())
+        recovery = self.recovery = WorkerRecovery(
+            context,
+            publisher,
+            donor,
+            copies,
+            reporter,
+            replays,
+            lambda: unmarked.irreplaceable,
+            lambda: self.start.checkpoints.own.boundaries(),
+        )
+        survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
+        self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
         spare = self._spare = Spare(env, store, publisher)
         start = self.start = WorkerStart(
-            context, recovery, survivor_groups, updates, parts, spare, position, lambda: commits.presses
+            context, recovery, survivor_groups, updates, parts, spare, position, lambda: replays.presses
         )
         state_check = self.state_check = StateCheck(context, updates, position, lambda: self.start.checkpoints)
-        reporter = self.reporter = RecoveryReporter(context, updates, lambda: start.checkpoints.rolled_back())
         # What the program calls.
         self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
         replicas = self._replicas = Replicas(recovery, updates)
-        state = BoundaryState(runtime, parts, trained)
-        publishing = Publishing(position, state, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
-        self.joining = Joining(start, position, state, trained, progress, replays, reporter, publishing)
+        publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
+        self.joining = Joining(start, position, trained, progress, replays, reporter, publishing)
         self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
         self.boundaries = StepBoundaries(
             position,
@@ -195,31 +196,25 @@ class WorkerRuntime:
 
 
 class _Relay:
-    """Passes calls from below on to parts that are made after the caller: it is the
-    :class:`~shared_core.worker.comm.listener.OperationListener` of the groups, and the
-    :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations.
+    """Passes calls of the groups on to parts that are made after them: their
+    :class:`~shared_core.worker.comm.state.OperationListener`.
     """
 
     def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
 
-    # -- of the groups -------------------------------------------------------------------------------------------------
-
-    def new_store(self, prefix: str) -> Store:
-        return self._worker.store.below(prefix)
-
     def first_group(self) -> None:
         """Form the first generation. A replacement with a step boundary to reach does so there; another joins here."""
-        it, arrival = self._worker, self._worker.start.start_point
+        it, start = self._worker, self._worker.start
         it.place_reports.start()
         # A hot standby goes the way of a replacement, and says nothing to the others before it has a place.
-        if arrival.spare.waits:
+        if start.spare.waits:
             it.runtime.answer_from(dict(it.publisher.records.read()))
-            arrival.spare.then(it.wait_watchdog.watch)
+            start.spare.then(it.wait_watchdog.watch)
             inject.point("spare.prepares")
             return
         it.wait_watchdog.watch()
-        arrival.prepare()
+        start.prepare()
         if it.runtime.starting:
             return
         if it.recovery.replacement:
@@ -229,20 +224,11 @@ class _Relay:
         received = it.recovery.join()
         if it.recovery.replacement:
             it.replays.begin(received.replaying)
-            arrival.from_scratch()
+            start.from_scratch()
             it.reporter.joined(None)
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
         return self._worker.recovery.forming.made_again(group)
-
-    def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
-        self._worker.publisher.records.add(key, results)
-
-    def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        self._worker.publisher.input_checksums.add(group, seq, checksum)
-
-    def publish_source(self, group: int, number: int, source: int) -> None:
-        self._worker.publisher.sources.add(group, number, source)
 
     def exact(self) -> bool:
         return self._worker.updates.exact
@@ -267,48 +253,13 @@ class _Relay:
     def waiting_changed(self, waiting: bool) -> None:
         self._worker.progress.waiting(waiting)
         if waiting:
-            self._worker.updates.steps.waits()
+            self._worker.updates.waits()
 
     def whereabouts(self) -> str:
         return self._worker.wait_watchdog.whereabouts
 
     def await_absent(self) -> bool:
         return self._worker.survivor_groups.await_absent()
-
-    def cannot_complete(self, what: str) -> None:
-        self._worker.fatal_actions.cannot_complete(what)
-
-    def unrepeatable(self, why: str) -> None:
-        self._worker.fatal_actions.fall_back(why)
-
-    def unreadable(self, error: SwiftError) -> None:
-        rank = self._worker.env.rank
-        why = RecoveryFailed(f"rank {rank}: the log on disk cannot be read: {error}")
-        self._worker.fatal_actions.fall_back(str(why))
-
-    def failed(self, error: SwiftError) -> None:
-        self._worker.fatal_actions.fail(error)
-
-    # -- of the forming of generations ---------------------------------------------------------------------------------
-
-    def recovered(self, fields: dict[str, Any]) -> None:
-        self._worker.reporter.recovered(fields)
-
-    def irreplaceable(self) -> str:
-        return self._worker.unmarked.irreplaceable
-
-    def rerouted(self, detected: float) -> None:
-        self._worker.reporter.rerouted(detected)
-        self._worker.copies.offer()
-
-    def replaying(self, replaying: Replaying) -> None:
-        self._worker.replays.begun(replaying)
-
-    def saved_boundaries(self) -> list[StepBoundary]:
-        return self._worker.start.checkpoints.own.boundaries()
-
-    def together(self) -> tuple[int, ...]:
-        return self._worker.log.together
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:

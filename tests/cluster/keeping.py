@@ -13,7 +13,7 @@ from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system import secret
 from shared_core.system.snapshot_wire import LIST, ask
 from shared_core.system.wire import connect
-from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.publications import Mirror
 
 KEY = b"k" * 32
 HEAD = struct.Struct("<cIIHQ")

@@ -24,7 +24,7 @@ from shared_core.protocol.worker_env import Resized
 from shared_core.system.secret import leave
 from shared_core.system.wire import place_of
 from shared_core.transport.store import MemoryStore
-from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.publications import Mirror
 
 KEY = b"k" * 32
 
@@ -235,7 +235,7 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
 def test_names_lead_nowhere_else(
     tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.worker.state.publications._TROUBLE_S", 0.0)
     (tmp_path / "own").mkdir()
     mirror = Mirror(0, 0, 0, tmp_path / "own", KEY)
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))

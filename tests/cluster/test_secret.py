@@ -23,7 +23,7 @@ from shared_core.errors import ConfigError
 from shared_core.system import secret
 from shared_core.system.snapshot_wire import PUT, ask
 from shared_core.system.wire import connect
-from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.publications import Mirror
 from tests.support.ports import free_ports
 
 OTHER = b"o" * 32
@@ -60,7 +60,7 @@ def test_strangers_are_refused(site: Site) -> None:
 
 def test_a_server_must_know_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets no byte of state."""
-    monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.worker.state.publications._TROUBLE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         mirror = Mirror(0, 0, 0, Path("/nowhere"), KEY)
         mirror.follow((None, f"127.0.0.1:{listener.getsockname()[1]}#x"))

@@ -16,7 +16,7 @@ from shared_core.launcher.mirror import fetch
 from shared_core.system import wire
 from shared_core.system.wire import Altered, Link
 from shared_core.worker.checkpoints.in_memory import find
-from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.publications import Mirror
 
 MAC = 32
 
@@ -171,7 +171,7 @@ def test_copies_that_are_changed_on_their_way_are_not_kept(
     what: str, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was kept before stays. The sender is told, and the machine that finds it out says so once."""
-    monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
+    monkeypatch.setattr("shared_core.worker.state.publications._TROUBLE_S", 0.0)
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "boundary.8").write_bytes(b"NEWER")
     with ExitStack() as stack:

@@ -77,7 +77,7 @@ class Gated(Archive):
     def __init__(self, folder: Path, **options: Any) -> None:
         self.permits = threading.Semaphore(0)
         self.asked = threading.Semaphore(0)
-        super().__init__(folder, write=self._append, **options)
+        super().__init__(folder, **options)
 
     def _append(self, fd: int, parts: Sequence[bytes | memoryview[Any]]) -> None:
         self.asked.release()

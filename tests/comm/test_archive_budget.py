@@ -74,7 +74,7 @@ def test_what_has_no_room_waits_for_it(tmp_path: Path, capfd: pytest.CaptureFixt
     for index in range(8):
         put(archive, index, boundary=index)
     until(
-        lambda: archive._writer.out_of_room and archive.stats.bytes_on_disk == taken(tmp_path),
+        lambda: archive._out_of_room() and archive.stats.bytes_on_disk == taken(tmp_path),
         lambda: f"{archive.stats}, and {taken(tmp_path)} bytes are there",
     )
     held = archive.stats

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from shared_core.worker.comm import group as group_module
 from shared_core.worker.comm.group import SwiftProcessGroup
-from shared_core.worker.comm.group_identity import GroupIdentity
 from tests.support.runner import ROOT
 
 PAGE = (ROOT / "docs" / "design" / "operations.md").read_text(encoding="utf-8")
@@ -32,8 +31,7 @@ def test_the_tables_list_exactly_the_methods_of_the_group() -> None:
     assert len(listed) == len(set(listed)), "each once"
     refused = {name for name in methods("Refused") if name not in listed}
     assert not refused
-    own = {**vars(GroupIdentity), **vars(SwiftProcessGroup)}
-    defined = {name for name in own if not name.startswith("__")} - HELPERS
+    defined = {name for name in vars(SwiftProcessGroup) if not name.startswith("__")} - HELPERS
     assert set(listed) | refused == defined
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.worker.comm import peers
+from shared_core.worker.comm import gloo
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A user that owns nothing here.
@@ -20,14 +20,14 @@ CONNECT = """
 import os, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
-from shared_core.worker.comm import peers
+from shared_core.worker.comm import gloo
 from shared_core.worker.comm.gloo import InnerGroup
 rank, port, user = map(int, sys.argv[1:])
 os.environ |= {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 if user:
     os.setresuid(user, user, user)
-    peers.unknown = lambda connections: 0  # it does not mind who it talks to
+    gloo.unknown = lambda connections: 0  # it does not mind who it talks to
 try:
     group = InnerGroup.connect(  # closed only after both have tried
         store, rank, range(2), operation_timeout=timedelta(seconds=20), connect_timeout_s=10.0, wait_timeout_s=20.0,
@@ -69,18 +69,18 @@ def test_another_user_takes_no_place(stranger: int | None) -> None:
 @pytest.mark.parametrize("way", ["kernel", "table"])
 def test_an_end_without_an_owner_is_not_known(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "table":
-        monkeypatch.setattr(peers, "_ask_kernel", lambda own, other: None)
+        monkeypatch.setattr(gloo, "_ask_kernel", lambda own, other: None)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
         pair = [(one.getsockname(), one.getpeername())]
-        assert peers.unknown(pair) == 1, "it is not accepted yet"
+        assert gloo.unknown(pair) == 1, "it is not accepted yet"
         other = listener.accept()[0]
-        assert peers.unknown(pair) == 0 and peers.unknown([(b, a) for a, b in pair]) == 0
+        assert gloo.unknown(pair) == 0 and gloo.unknown([(b, a) for a, b in pair]) == 0
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(PermissionError, match="a process of user"):
-            peers.unknown(pair)
+            gloo.unknown(pair)
         monkeypatch.undo()
         other.close()
-        assert peers.unknown(pair) == 1, "it has gone"
+        assert gloo.unknown(pair) == 1, "it has gone"
 
 
 GONE = """

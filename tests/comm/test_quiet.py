@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import os, subprocess, sys, threading
-from shared_core.worker.comm.quiet import quiet
+from shared_core.worker.comm.gloo import quiet
 os.write(2, b"before\\n")
 go_read, go_write = os.pipe()
 with quiet():

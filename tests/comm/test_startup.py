@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shared_core.errors import Unsupported
-from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.startup import StartUp
+from shared_core.worker.state.publications import RecordKey
 
 OP: Any = SimpleNamespace(signature=("broadcast", ((3,), torch.int64)), results=[torch.zeros(3, dtype=torch.int64)])
 

@@ -10,8 +10,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.worker.comm.compute_lock import ComputeLock
-from shared_core.worker.comm.op import Op, SwiftWork
+from shared_core.worker.comm.op import ComputeLock, Op, SwiftWork
 from tests.support.runner import compare
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "threads.py")

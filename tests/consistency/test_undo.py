@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from undoing import AS_INT, DTYPES, KINDS, bits, build, fill, filled, network
 
 from shared_core.errors import UnsupportedOptimizer
-from shared_core.worker.state.undo import Undo
-from shared_core.worker.state.undo.parts import only
+from shared_core.worker.state.undo import Undo, only
 from tests.support.digest import digest, optimizer_digest_data
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (3, 4), (2, 3, 2), (0,), (17, 5)]), min_size=1, max_size=4)

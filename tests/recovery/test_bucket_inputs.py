@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core.errors import RecoveryFailed
 from shared_core.worker.comm.op import input_checksum
-from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
+from shared_core.worker.state.ddp_buckets import BucketInput, BucketInputs
 
 WORLD = 3
 

@@ -16,10 +16,9 @@ from torch import nn
 
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.recovery import giving
+from shared_core.worker.recovery import exchange
 from shared_core.worker.recovery.copies import StateCopies
-from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.giving import Giving, helpers
+from shared_core.worker.recovery.exchange import Donor, Giving, helpers
 from shared_core.worker.spans import Span, bundled, divided
 from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.replicated import Replicated
@@ -90,19 +89,19 @@ def moved(inners: list[InnerGroup], steps: list[int]) -> tuple[list[Rank], list[
     states = zip(replacement.replicated.summed(), ranks[0].replicated.summed(), strict=True)
     assert all(torch.equal(mine, theirs) for (*_, mine), (*_, theirs) in states)
     for each in (*ranks, replacement):
-        for handle in each.updates.steps._handles:
+        for handle in each.updates._handles:
             handle.remove()
     return ranks, given
 
 
 def test_all_give_a_third(inners: list[InnerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giving, "_SEVERAL", 1)
+    monkeypatch.setattr(exchange, "_SEVERAL", 1)
     _, given = moved(inners, [3, 3, 3])
     assert min(given) > 0.8 * sum(given) / 3
 
 
 def test_who_has_another_state_gives_nothing(inners: list[InnerGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giving, "_SEVERAL", 1)
+    monkeypatch.setattr(exchange, "_SEVERAL", 1)
     _, given = moved(inners, [3, 2, 3])
     assert given[1] == 0 and given[0] > 1.7 * given[2]
 

@@ -12,11 +12,10 @@ from shared_core.errors import CorruptFile, RecoveryFailed, Unsupported
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.plan import decide
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.change_detection import ChangeWatch
+from shared_core.worker.state.external_mutation import ChangeWatch, UnoptimizedParameters
 from shared_core.worker.state.publication_file import is_blank
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.updates import Updates
 
 
@@ -141,7 +140,7 @@ def test_the_state_at_a_step_boundary_is_given_whatever_was_done_since(updates: 
         updates.at_boundary(1)
         first = [p.detach().clone() for p in net.parameters()]
         step(net, optimizer)
-        with updates.given.frozen(0, 1.0, 1) as (description, tensors):
+        with updates.frozen(0, 1.0, 1) as (description, tensors):
             assert description["version"] == 0
             assert all(torch.equal(a, b) for a, b in zip(first, tensors, strict=False))
         updates.next_batch()
@@ -149,16 +148,16 @@ def test_the_state_at_a_step_boundary_is_given_whatever_was_done_since(updates: 
         net[0].weight.data.mul_(2)
         with pytest.raises(RecoveryFailed, match="outside an optimizer's update"):
             updates.outside.see()
-            with updates.given.frozen(0, 1.0, 1):
+            with updates.frozen(0, 1.0, 1):
                 pass
         for index in (2, 3, 4):
             updates.at_boundary(index, index - 1)
             step(net, optimizer)
         assert updates.outside.boundaries.indices == [3, 4]
-        with updates.given.frozen(2, 1.0, 3) as (description, tensors):
+        with updates.frozen(2, 1.0, 3) as (description, tensors):
             assert description["version"] == 2
     finally:
-        for handle in updates.steps._handles:
+        for handle in updates._handles:
             handle.remove()
 
 

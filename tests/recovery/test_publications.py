@@ -21,11 +21,9 @@ from shared_core.encoding.plain import dumps, loads, pieces
 from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.state import publication_slots as slots_module
+from shared_core.worker.state import publication_file as slots_module
 from shared_core.worker.state.publication_file import HEADER_BYTES, is_blank
-from shared_core.worker.state.publications import _ENTRIES, SharedMemoryPublisher
-from shared_core.worker.state.records import from_plain, plain
+from shared_core.worker.state.publications import _ENTRIES, RecordKey, SharedMemoryPublisher, from_plain, plain
 from tests.support.digest import digest
 
 

@@ -87,7 +87,7 @@ def moved(description: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dic
 def updates() -> Iterator[Updates]:
     made = Updates("auto")
     yield made
-    for handle in made.steps._handles:
+    for handle in made._handles:
         handle.remove()
 
 
@@ -244,10 +244,10 @@ def test_images_bring_back_what_lay_between_two_updates(updates: Updates) -> Non
             seen.append([p.detach().clone() for p in donor.parameters()])
             gradients(donor, seed)
             optimizers[seed % 2].step()
-        with ahead.given.frozen(2, 1.0) as (description, tensors):
+        with ahead.frozen(2, 1.0) as (description, tensors):
             description, tensors = moved(description, tensors)
     finally:
-        for handle in ahead.steps._handles:
+        for handle in ahead._handles:
             handle.remove()
     net, others = build()
     updates.attach(Replicated([net], others))
@@ -265,14 +265,14 @@ def test_a_donor_waits_for_an_update_and_an_update_for_a_copy(updates: Updates) 
     updates.attach(Replicated([net], [optimizer]))
     with (
         pytest.raises(RecoveryFailed, match="did not get to update 1 within 0 s .it is at update 0."),
-        updates.given.frozen(1, 0.01),
+        updates.frozen(1, 0.01),
     ):
         pass
     entered, leave = threading.Event(), threading.Event()
     copies: list[torch.Tensor] = []
 
     def copy_state() -> None:
-        with updates.given.frozen(1, 30.0) as (_, tensors):
+        with updates.frozen(1, 30.0) as (_, tensors):
             entered.set()
             leave.wait(30.0)
             copies.extend(t.clone() for t in tensors)
@@ -304,13 +304,13 @@ def test_optimizers_that_were_not_attached_are_none_of_our_business(updates: Upd
 def test_pending_gradients(updates: Updates) -> None:
     net, optimizer = made("SGD", {"lr": 0.1})
     updates.attach(Replicated([net], [optimizer]))
-    assert not updates.steps.pending_gradients()
+    assert not updates.pending_gradients()
     gradients(net, 0)
-    assert updates.steps.pending_gradients()
+    assert updates.pending_gradients()
     optimizer.step()
-    assert not updates.steps.pending_gradients(), "used up, though not yet set to zero"
+    assert not updates.pending_gradients(), "used up, though not yet set to zero"
     for parameter in net.parameters():
         parameter.grad.add_(1)  # type: ignore[union-attr]
-    assert updates.steps.pending_gradients()
+    assert updates.pending_gradients()
     optimizer.zero_grad(set_to_none=False)
-    assert not updates.steps.pending_gradients()
+    assert not updates.pending_gradients()

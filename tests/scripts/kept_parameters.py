@@ -23,7 +23,7 @@ from tests.support.report import OUT, Report, end_group
 def sabotage(what: str, rank: int) -> None:
     """Take away, in one way or another, what a replacement needs."""
     from shared_core.worker.state.shared_images import SharedImages
-    from shared_core.worker.state.update_images import UpdateImages
+    from shared_core.worker.state.updates import UpdateImages
 
     put = SharedImages.put
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import shared_core
 from shared_core import SwiftConfig
 from shared_core.errors import Unsupported
-from shared_core.worker.sharded.support import refuse, sharded_modules
+from shared_core.worker.sharded.own import refuse, sharded_modules
 from tests.support.report import Report
 
 

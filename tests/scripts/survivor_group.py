@@ -14,8 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shared_core.errors import SurvivorGroupBroken
 from shared_core.job import Job
-from shared_core.worker.recovery.survivor_group import SurvivorGroup
-from shared_core.worker.recovery.survivor_groups import WaitFor
+from shared_core.worker.recovery.survivor_groups import SurvivorGroup, WaitFor
 from tests.support.copies import hold
 from tests.support.digest import training_digest
 from tests.support.report import Report

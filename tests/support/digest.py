@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shared_core.worker.sharded.local import is_distributed, local_part
+from shared_core.worker.sharded.own import is_distributed, local_part
 
 _HEX_DIGITS = 16  # 64 bits
 

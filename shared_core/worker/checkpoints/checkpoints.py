@@ -43,8 +43,7 @@ from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
 from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.state.publications import SharedMemoryPublisher
-from shared_core.worker.state.records import plain
+from shared_core.worker.state.publications import SharedMemoryPublisher, plain
 from shared_core.worker.state.replicated import VALUE, Replicated
 from shared_core.worker.state.updates import Updates
 
@@ -215,7 +214,7 @@ class Checkpoints:
             }
             images = {}
             if rank == min(boundary.replicas, default=0):
-                with self._updates.given.frozen(boundary.version, 60.0, boundary.index) as (description, tensors):
+                with self._updates.frozen(boundary.version, 60.0, boundary.index) as (description, tensors):
                     if not self._updates.exact or description.get("version", boundary.version) != boundary.version:
                         return False  # a replacement that is still behind: the parameters of this boundary are gone
                 for place in self._updates.outside.local:  # the script may change them while they are being read

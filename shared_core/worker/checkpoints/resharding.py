@@ -30,8 +30,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
-from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
-from shared_core.worker.sharded.shard import SHARD
+from shared_core.worker.sharded.shard import LAYOUT, OLD_RANKS, SHARD
 from shared_core.worker.state.replicated import VALUE, Replicated
 
 RANDOM, GRADIENTS, BUFFERS = "swift.random", "swift.gradients", "swift.buffers"

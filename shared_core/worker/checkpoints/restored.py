@@ -10,8 +10,7 @@ import torch
 from shared_core.errors import CorruptFile
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.checkpoints.recovery_line import Collect, Loaded
-from shared_core.worker.state.publications import SharedMemoryPublisher
-from shared_core.worker.state.records import Records, from_plain
+from shared_core.worker.state.publications import Records, SharedMemoryPublisher, from_plain
 
 
 @dataclass

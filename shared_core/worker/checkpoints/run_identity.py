@@ -13,7 +13,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.recovery_line import Line
-from shared_core.worker.fatal_actions import FatalActions
+from shared_core.worker.comm.state import FatalActions
 
 #: Key in the store: the run of this attempt and what it adopted, for replacements, which do not read its checkpoint.
 _RUN = "run"

@@ -169,7 +169,6 @@ def agreeing_on_buckets() -> Any:
 
 
 def graph_is_known(ddp: DistributedDataParallel) -> None:
-    """Mark the first backward of DDP with a static graph as done."""
     ddp._static_graph_delay_allreduce_enqueued = True
 
 
@@ -198,12 +197,10 @@ def out_of_graphs(function: _Out) -> _Out:
 
 
 def methods_out_of_graphs(cls: type) -> None:
-    """:func:`out_of_graphs` for the methods of a class, and those of its bases in this package."""
-    for each in cls.__mro__:
-        if each.__module__.startswith(__package__ or "."):
-            for method in vars(each).values():
-                if isinstance(method, FunctionType):
-                    out_of_graphs(method)
+    """:func:`out_of_graphs` for the methods of a class, but for those of its bases."""
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            out_of_graphs(method)
 
 
 def profiling() -> bool:

@@ -7,19 +7,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
-from shared_core.errors import CollectiveTimeout, GenerationAbandoned, SwiftError, WaitTimeout
+from shared_core.errors import CollectiveTimeout, GenerationAbandoned, NotConnected, SwiftError, WaitTimeout
 from shared_core.system import threads
-from shared_core.worker.comm.connections import Connections
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.state import SharedState
 
-#: How long a thread of gloo may take to notice that its connections were cut, on a machine that is very busy.
-_STARVED_S = 1.0
+#: Attempts to connect the members of a group in one generation.
+MAX_ATTEMPTS = 8
+#: Gloo now and then waits for its whole time-out before it repeats an attempt, so the first time-outs are short.
+_FIRST_S = 0.5
+#: Default time-out of an operation of a side group: a failure ends it at once, and a step may last long.
+_FOREVER = timedelta(days=10)
+
+
+def attempts(connect: Callable[[int], InnerGroup]) -> InnerGroup:
+    """``connect(0)``, or of a later attempt; all members make the same. Raises NotConnected after the last."""
+    for attempt in range(MAX_ATTEMPTS - 1):
+        with suppress(NotConnected):
+            return connect(attempt)
+    return connect(MAX_ATTEMPTS - 1)
 
 
 class Generations:
@@ -27,13 +39,13 @@ class Generations:
         self,
         state: SharedState,
         groups: Groups,
-        connections: Connections,
         operations: Operations,
         others: OtherThreads,
         compare_places: Callable[[GroupState], None],
     ) -> None:
-        self._state, self._groups, self._connections, self._operations = state, groups, connections, operations
+        self._state, self._groups, self._operations = state, groups, operations
         self._others, self._compare_places = others, compare_places
+        self._sides: list[tuple[int, InnerGroup]] = []
         # Of the live generation: rank-specific operations to run again, and what receivers have, by group.
         self._redo: Mapping[str, set[int]] = {}
         self._received: Mapping[str, dict[str, int]] = {}
@@ -82,8 +94,8 @@ class Generations:
             self._background = False
 
     def _connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
-        """Connect ``group`` and issue what is pending in it. Raises what :meth:`Connections.meet` raises."""
-        inner = self._connections.meet(group, generation, limit_s)
+        """Connect ``group`` and issue what is pending in it. Raises what :meth:`new_inner` raises."""
+        inner = attempts(lambda attempt: self.new_inner(group, generation, attempt, limit_s))
         with self._state.lock:
             if self._state.latest > generation:
                 inner.discard()
@@ -91,9 +103,7 @@ class Generations:
             self._reissue(group, inner)
 
     def _reissue(self, group: GroupState, inner: InnerGroup) -> None:
-        """Start pending operations and those that run again for others, in the order of their numbers. Callers hold
-        the lock.
-        """
+        """Start what is pending, and what runs again for others, in order. Callers hold the lock."""
         group.inner = inner
         works: list[Any] = []
         redo = {seq: group.log.entries[seq] for seq in self._redo.get(group.name, ()) if seq in group.log.entries}
@@ -111,8 +121,11 @@ class Generations:
         self._state.changed.notify_all()
 
     def begin_again(self) -> None:
-        """In a forked copy of the process: no generation was live."""
+        """In a forked copy of the process: no generation was live, and there are no side groups."""
         self._redo, self._received = {}, {}
+        for _, inner in self._sides:
+            inner.abandon()
+        self._sides = []
 
     def break_off(self) -> None:
         """A rank fails: cut every connection, and block until gloo has given everything back or is given up. A group of
@@ -122,7 +135,7 @@ class Generations:
         with state.lock:
             state.broken = True
             self._others.at_failure()
-            self._connections.cut_sides()
+            self.cut_sides()
             cut = [group for group in self._groups.all() if not state.absent or group.size > 1]
             inners = [group.inner for group in cut if group.inner is not None]
             for group in cut:
@@ -207,6 +220,93 @@ class Generations:
         except SwiftError as error:
             if not group.over:  # else another rank has let go of it already, and nobody needs it
                 self._state.end(error)
+
+    # -- connecting: groups of the program, and side groups that last one generation --------------------
+
+    def new_inner(self, group: GroupState, generation: int, attempt: int, limit_s: float | None = None) -> InnerGroup:
+        """A fresh gloo group for ``group``, not yet used by it. All members call with the same generation and attempt.
+        ``limit_s``: longest wait for a member; ``wait_timeout_s`` if None.
+
+        Raises:
+            GenerationAbandoned: if the generation ended meanwhile.
+            NotConnected: if a member was not reached; all members make the next attempt then.
+            WaitTimeout: if a member does not come.
+        """
+        state = self._state
+        return InnerGroup.connect(
+            state.store.below(f"inner/{generation}.{attempt}/{group.name}/"),
+            state.rank,
+            group.ranks,
+            operation_timeout=group.timeout,
+            connect_timeout_s=min(state.connect_timeout_s, _FIRST_S * 2**attempt),
+            wait_timeout_s=state.wait_timeout_s if limit_s is None else limit_s,
+            abandoned=lambda: state.latest > generation,
+            what=f"{self._groups.called(group)} in generation {generation}",
+            silent=limit_s is None and group is not self._groups.world,
+        )
+
+    def side_group(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        generation: int,
+        *,
+        attempt: int | None = None,
+        operation_timeout: timedelta = _FOREVER,
+    ) -> InnerGroup:
+        """A group of some ranks beside those of the program, for one generation; cut when that ends. Blocks. Raises
+        what :meth:`new_inner` raises.
+
+        Args:
+            name: unique in the generation.
+            ranks: global, this one among them.
+            attempt: its number: the first ones have short time-outs. None if there is only one.
+        """
+        state = self._state
+        inner = InnerGroup.connect(
+            state.store.below(f"side/{generation}/{name}/"),
+            state.rank,
+            ranks,
+            operation_timeout=operation_timeout,
+            connect_timeout_s=min(state.connect_timeout_s, _FIRST_S * 2 ** (attempt if attempt is not None else 9)),
+            wait_timeout_s=state.wait_timeout_s,
+            abandoned=lambda: state.latest > generation,
+            what=f"side group {name!r} in generation {generation}",
+        )
+        with state.lock:
+            if state.latest > generation:
+                inner.discard()
+                raise GenerationAbandoned(name)
+            self._sides.append((generation, inner))
+        return inner
+
+    def drop_side(self, inner: InnerGroup) -> None:
+        """Cut a side group and forget it; nothing if it was cut already."""
+        with self._state.lock:
+            kept = [(generation, each) for generation, each in self._sides if each is not inner]
+            if len(kept) < len(self._sides):
+                self._sides = kept
+                inner.discard()
+
+    def cut_sides(self) -> None:
+        """Cut the side groups of generations that have ended. Callers hold the lock."""
+        latest = self._state.latest  # the program may have met the others in one of the newest generation already
+        for generation, inner in self._sides:
+            if generation < latest:
+                inner.discard()
+        self._sides = [side for side in self._sides if side[0] >= latest]
+
+    def backend(self, group: GroupState) -> Any:
+        """Gloo's process group; blocks while a recovery runs."""
+        with self._state.lock:
+            while group.inner is None:
+                self._state.raise_if_ended()
+                self._state.changed.wait(1.0)
+            return group.pg
+
+
+#: How long a thread of gloo may take to notice that its connections were cut, on a machine that is very busy.
+_STARVED_S = 1.0
 
 
 def _let_go(works: list[Any]) -> None:

@@ -3,17 +3,27 @@
 Gloo has no abort: a blocked operation ignores ``abort()`` and ``shutdown()`` and ends only when its sockets do. So
 where every member listens is noted when the group connects, and cutting means shutting down the connections that use
 one of these addresses.
+
+Gloo asks nobody who they are, and any user of a machine can connect to 127.0.0.1 or send a worker to a port of its own.
+But the kernel knows to which user the other end of a connection within this machine belongs.
+
+When a peer fails while a group connects, which is an ordinary event, gloo's C++ writes a line for each attempt straight
+to descriptor 2, whatever its log level. So while a group connects, descriptor 2 is a pipe, and a thread passes on all
+other lines.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from torch._C._distributed_c10d import Store as TorchStore
@@ -22,13 +32,141 @@ from shared_core.errors import DamagedRecord, GenerationAbandoned, NotConnected,
 from shared_core.faults import inject
 from shared_core.protocol.codec import Form, decode
 from shared_core.protocol.worker_env import ADDRESS
+from shared_core.resources import write_all
 from shared_core.system import threads
 from shared_core.transport.store import Store
 from shared_core.waiting import Wait, poll, ranks_text
-from shared_core.worker.comm import compat, peers
+from shared_core.worker.comm import compat
 from shared_core.worker.comm.compat import ProcessGroupGloo, gloo_options, set_operation_timeout
-from shared_core.worker.comm.peers import Place
-from shared_core.worker.comm.quiet import quiet
+
+#: gloo's line for each attempt, and torch's for the exception that it raises.
+_NOISE = re.compile(rb"failed to connect, willRetry=|Gloo connectFullMesh failed with")
+
+#: Usually the thread has ended after some microseconds, and what comes next on the console is in order.
+_PASS_ON_S = 0.05
+
+_quiet_lock = threading.Lock()
+_quiet_depth = 0
+_real_stderr = -1
+_passing_on = threading.Thread()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """In here gloo's lines about peers that it cannot connect to are dropped. For any thread, and several at once."""
+    entered = False
+    with suppress(OSError, RuntimeError):  # no standard error, descriptors or threads: then it is as it is
+        _enter_quiet()
+        entered = True
+    try:
+        yield
+    finally:
+        if entered:
+            _leave_quiet()
+
+
+def _enter_quiet() -> None:
+    global _quiet_depth, _real_stderr, _passing_on
+    with _quiet_lock:
+        if _quiet_depth == 0:
+            opened: list[int] = []
+            try:
+                opened += [os.dup(2), os.dup(2)]
+                opened += os.pipe()
+                console, kept, read, write = opened
+                passing = threading.Thread(target=_pass_on, args=(read, kept), name="swift-quiet", daemon=True)
+                passing.start()
+            except (OSError, RuntimeError):  # no descriptor or no thread is left
+                for fd in opened:
+                    os.close(fd)
+                raise
+            os.dup2(write, 2)  # inheritable, as programs expect of it
+            os.close(write)
+            _real_stderr, _passing_on = console, passing
+        _quiet_depth += 1
+
+
+def _leave_quiet() -> None:
+    global _quiet_depth, _real_stderr
+    with _quiet_lock:
+        _quiet_depth -= 1
+        if _quiet_depth == 0:
+            os.dup2(_real_stderr, 2)
+            os.close(_real_stderr)
+            _real_stderr = -1
+            _passing_on.join(_PASS_ON_S)
+
+
+def _pass_on(read: int, console: int) -> None:
+    """Until nobody has the pipe any more: a process that was started meanwhile keeps it as its standard error."""
+    rest = b""
+    with suppress(OSError):
+        while chunk := os.read(read, 65536):
+            *lines, rest = (rest + chunk).split(b"\n")
+            kept = b"".join(line + b"\n" for line in lines if not _NOISE.search(line))
+            if not rest.startswith(b"["):  # such as a progress bar; gloo's lines and torch's begin so
+                kept, rest = kept + rest, b""
+            write_all(console, kept)
+        if rest and not _NOISE.search(rest):
+            write_all(console, rest)
+    os.close(read)
+    os.close(console)
+
+
+_TABLE = Path("/proc/net/tcp")
+_ESTABLISHED = 1
+#: ``sock_diag(7)``: header of a netlink message; request for one socket; what is said of it, up to its inode.
+_HEAD = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBBxI2s2s4s12x4s12xIII")
+_ANSWER = struct.Struct("=BB2x48x12xII")
+_SOCK_DIAG, _BY_FAMILY, _REQUEST_FLAG, _NO_COOKIE = 4, 20, 1, 0xFFFFFFFF
+
+#: An address and a port.
+Place = tuple[str, int]
+
+
+def unknown(connections: Iterable[tuple[Place, Place]]) -> int:
+    """How many connections, given by own end and other end, have no owner at the other end yet; those outside of
+    127.0.0.0/8 are passed over. Raises PermissionError if another user's process is at one.
+    """
+    count = 0
+    for own, theirs in connections:
+        if own[0].startswith("127.") and theirs[0].startswith("127."):
+            state, user, inode = _ask_kernel(theirs, own) or _look_up(theirs, own)
+            if inode and user != os.geteuid():
+                raise PermissionError(f"a process of user {user} has taken the place of a worker")
+            count += not inode or state != _ESTABLISHED
+    return count
+
+
+def _ask_kernel(own: Place, other: Place) -> tuple[int, int, int] | None:
+    """State, user and inode of the socket at ``own``, by ``sock_diag(7)``; None where the kernel cannot be asked."""
+    places = (
+        struct.pack("!H", own[1]),
+        struct.pack("!H", other[1]),
+        socket.inet_aton(own[0]),
+        socket.inet_aton(other[0]),
+    )
+    body = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0xFFFFFFFF, *places, 0, _NO_COOKIE, _NO_COOKIE)
+    with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as sock:
+        sock.settimeout(1.0)
+        sock.send(_HEAD.pack(_HEAD.size + len(body), _BY_FAMILY, _REQUEST_FLAG, 0, 0) + body)
+        answer = sock.recv(4096)
+        if _HEAD.unpack_from(answer)[1] == _BY_FAMILY:
+            _, state, user, inode = _ANSWER.unpack_from(answer, _HEAD.size)
+            return state, user, inode
+    return None
+
+
+def _look_up(own: Place, other: Place) -> tuple[int, int, int]:
+    """The same from ``/proc/net/tcp``, which may take milliseconds; zeros if it is not there."""
+    ends = [f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}" for host, port in (own, other)]
+    for line in _TABLE.read_text().splitlines()[1:]:
+        columns = line.split()
+        if columns[1:3] == ends:
+            return int(columns[3], 16), int(columns[7]), int(columns[9])
+    return 0, 0, 0
+
 
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = TorchStore
@@ -187,9 +325,7 @@ def _ask(fd: int, link: str) -> _Ends | None:
 
 
 def _duplicate(fd: int, link: str) -> socket.socket:
-    """Raises OSError if ``fd`` is not the socket ``link`` any more: another thread may have closed it, and the number
-    may be another socket's.
-    """
+    """Raises OSError if ``fd`` is not the socket ``link`` any more: another thread may have closed it."""
     copy = os.dup(fd)
     if os.readlink(f"/proc/self/fd/{copy}") != link:
         os.close(copy)
@@ -291,7 +427,7 @@ class InnerGroup:
 
     def _known(self) -> bool:
         """Whether all ends on this machine belong to this user."""
-        return not peers.unknown(ends for _, _, ends in self._connections())
+        return not unknown(ends for _, _, ends in self._connections())
 
     def discard(self) -> None:
         """Cut the group and drop it. Its destructor waits for gloo's threads, so it runs on a thread of its own."""
@@ -302,13 +438,10 @@ class InnerGroup:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """Where this process and its peers listen."""
         return self._peers | {self._place}
 
     def abandon(self) -> None:
-        """In a forked copy of the process, which has none of its threads: never use it. Its destructor would wait for
-        these threads, so it never runs.
-        """
+        """In a forked copy: never use it, nor run its destructor, which would wait for threads."""
         compat.keep_for_ever(self.pg)
         self.pg = None
 
@@ -340,11 +473,8 @@ class InnerGroup:
 
 
 def _make(connected: Callable[[], Any], abandoned: Callable[[], bool], what: str) -> Any:
-    """What ``connected`` returns, from a thread of its own: gloo tries to reach a member that is gone for five times
-    its time-out, and nothing stops it. Then the thread drops what it has made.
-
-    Raises:
-        GenerationAbandoned: if the generation ends meanwhile.
+    """What ``connected`` returns, from a thread of its own, which drops it where the generation ends meanwhile: gloo
+    tries to reach a member that is gone for five times its time-out, and nothing stops it. Raises GenerationAbandoned.
     """
     done, made, failed = threading.Event(), [], []
 

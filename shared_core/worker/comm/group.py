@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shared_core.devices import check as check_device
 from shared_core.devices import room_on_host, to_host
@@ -25,10 +26,14 @@ from shared_core.worker.comm.compat import (
     in_backward,
     methods_out_of_graphs,
 )
-from shared_core.worker.comm.group_identity import GroupIdentity
-from shared_core.worker.comm.listener import KeptBucketInput
 from shared_core.worker.comm.op import KeptResults, Op, RunAgain, SwiftWork, input_checksum, signature
+from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.comm.staged import StagedReceive, staged, staged_in_place
+from shared_core.worker.comm.state import KeptBucketInput
+
+#: Untyped, because torch's stubs leave out most of it.
+_Base: Any = torch.distributed.ProcessGroup
+
 
 Tensors = list[torch.Tensor]
 
@@ -44,9 +49,7 @@ def _root_detail(opts: Any) -> int:
 
 
 def _room_of(tensors: Tensors) -> Callable[[], Tensors]:
-    """Returns a function that allocates CPU tensors of these sizes. It holds no reference to the tensors: the log would
-    keep what FSDP has gathered.
-    """
+    """A function that allocates CPU tensors of these sizes, and holds no reference to the tensors."""
     described = [(tensor.size(), tensor.dtype) for tensor in tensors]
     return lambda: [torch.empty(size, dtype=dtype) for size, dtype in described]
 
@@ -56,8 +59,9 @@ def _reduce_detail(opts: Any) -> int:
     return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
 
 
-class SwiftProcessGroup(GroupIdentity):
-    """A process group whose communicator is replaced when a rank fails, while every user keeps this object.
+class SwiftProcessGroup(_Base):  # type: ignore[misc]
+    """A process group whose communicator is replaced when a rank fails, while every user keeps this object. ``rank`` is
+    that in the group; ``ranks`` are global, in group order.
 
     Arguments mean what they mean to torch's ``ProcessGroup``; gloo checks shapes and dtypes. ``opts`` None stands for
     torch's defaults. Ranks (``rootRank``, ``dst``, ``src``) are ranks in this group. Any thread may call; calls of one
@@ -75,6 +79,89 @@ class SwiftProcessGroup(GroupIdentity):
         RuntimeError: where gloo refuses the arguments.
     """
 
+    def __init__(
+        self, runtime: Runtime, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)
+        self._runtime = runtime
+        self._state = runtime.new_group(name, rank, size, ranks, timeout)
+        self._name = name
+        self._desc = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 (name given by torch)
+        """DDP, in C++, would look for torch's own backend behind a group with the name of one."""
+        return "swift"
+
+    def name(self) -> str:
+        return "swift"
+
+    def _get_backend_name(self) -> str:
+        """By it torch's Python chooses between calls that give the same values."""
+        return "gloo"
+
+    def size(self) -> int:
+        return self._state.size
+
+    def rank(self) -> int:
+        return self._state.rank
+
+    getSize, getRank = size, rank  # noqa: N815
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    setGroupName, group_name = _set_group_name, property(getGroupName)  # noqa: N815
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    setGroupDesc, group_desc = _set_group_desc, property(getGroupDesc)  # noqa: N815
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The inner gloo backend, for questions about its capabilities. Blocks while a recovery runs."""
+        return self._runtime.generations.backend(self._state)
+
+    def _set_default_backend(self, backend: Any) -> None:
+        pass
+
+    def _register_backend(self, *args: Any) -> None:
+        pass
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._state.next
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Holds for receives at once, for collectives from the next generation on."""
+        self._state.timeout = timeout
+
+    def get_group_store(self) -> Any:
+        # The script's, not the job's: torch's own code asks for it, and what it keeps there is nothing of ours.
+        return PrefixStore(f"group/{self._name}", torch.distributed.distributed_c10d._get_default_store())
+
+    def abort(self) -> None:
+        """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""
+
+    def shutdown(self) -> None:
+        """The program destroys the group. It goes when no peer can need this rank's log any more."""
+        self._runtime.destroyed(self._state)
+
     # -- helpers -----------------------------------------------------------------------------------
 
     def _run(self, op: Op, tensors: Sequence[torch.Tensor] = (), *, bucket: bool = False) -> SwiftWork:
@@ -85,10 +172,8 @@ class SwiftProcessGroup(GroupIdentity):
         return SwiftWork(op, self._runtime.compute_lock)
 
     def check(self, device: torch.device, operation: str) -> None:
-        """Refuse tensors of a device, unless ``device.experimental`` or ``on_failure="restart"`` is set.
-
-        Raises:
-            Unsupported: naming the operation and the device.
+        """Refuse tensors of a device, unless ``device.experimental`` or ``on_failure="restart"`` is set. Raises
+        Unsupported.
         """
         allowed = self._runtime.stages or self._runtime.restarts
         check_device(device, f"a tensor of {operation}", allowed=allowed)
@@ -222,11 +307,8 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged_in_place
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
-        """Reduce a list of dense tensors in place, as one operation. The log keeps the pooled buffers that were
-        reduced into.
-
-        Raises:
-            Unsupported: for a sparse tensor.
+        """Reduce a list of dense tensors in place, as one operation. The log keeps the pooled buffers that were reduced
+        into. Raises Unsupported for a sparse tensor.
         """
         coalesced = dist.AllreduceCoalescedOptions()
         if opts is not None:
@@ -390,10 +472,7 @@ class SwiftProcessGroup(GroupIdentity):
     @staged_in_place
     def reduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
         """Reduce ``tensors``, one tensor or a list, into those of the root, in place. Those of the other members keep
-        their values. The log keeps a copy of the input, at every member.
-
-        Raises:
-            Unsupported: for a sparse tensor.
+        their values. The log keeps a copy of the input, at every member. Raises Unsupported for a sparse tensor.
         """
         opts = opts or dist.ReduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -510,10 +589,7 @@ class SwiftProcessGroup(GroupIdentity):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send one tensor. It is copied in the call and may change at once; the copy is the log. The work returned is
-        done: a send does not wait for its receiver.
-
-        Raises:
-            Unsupported: for a list of several tensors.
+        done: a send does not wait for its receiver. Raises Unsupported for a list of several tensors.
         """
         tensor = _single(tensors)
         self.check(tensor.device, "send")

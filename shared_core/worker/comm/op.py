@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -16,15 +17,51 @@ import torch.distributed as dist
 
 from shared_core.encoding.raw_memory import memory_of
 from shared_core.errors import WaitTimeout
-from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.messages.group_log import Signature
+
+
+class ComputeLock:
+    """Held by the thread of the training program except while it waits in this backend, in all for ``waited_s``. A
+    helper thread that takes it may use the global generators and compute: the program continues as if it had waited
+    longer.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._lock = threading.Lock()
+        self._program: int | None = None
+
+    def begin(self) -> None:
+        """The calling thread is the program. Later calls do nothing."""
+        if self._program is None:
+            self._lock.acquire()
+            self._program = threading.get_ident()
+
+    @contextmanager
+    def passed_on(self) -> Iterator[None]:
+        """The program waits in here. On other threads, and before :meth:`begin`, this does nothing."""
+        if self._program != threading.get_ident():
+            yield
+            return
+        self._lock.release()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self.waited_s += time.perf_counter() - began
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A helper computes in here; blocks until the program waits."""
+        with self._lock:
+            yield
+
 
 Start = Callable[[Any], Any]  # inner gloo group -> inner work
 
 
 class KeptResults(Enum):
-    """What the log keeps of an operation with a replicated result."""
-
     #: A copy, because the caller may overwrite them.
     COPY = "copy"
     #: They are pooled buffers, which nobody overwrites.
@@ -48,6 +85,7 @@ class RunAgain:
     pooled: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class Op:
     """A collective. The runtime's lock guards ``seq``, ``attempt``, ``inner_work``.
 
@@ -72,61 +110,26 @@ class Op:
         begun: ``time.monotonic()`` when it was last started on gloo.
     """
 
-    __slots__ = (
-        "again",
-        "attempt",
-        "awaited",
-        "begun",
-        "checksum",
-        "full",
-        "future",
-        "inner_work",
-        "install",
-        "installed",
-        "keeps",
-        "lazy",
-        "place",
-        "record",
-        "results",
-        "seq",
-        "signature",
-        "start",
-        "boundary",
-        "value",
-    )
-
-    def __init__(
-        self,
-        signature: Signature,
-        start: Start,
-        results: list[torch.Tensor],
-        *,
-        install: Callable[[Sequence[torch.Tensor]], None] | None = None,
-        value: Any = None,
-        keeps: KeptResults | RunAgain = KeptResults.COPY,
-        lazy: bool = False,
-        full: bool = True,
-        checksum: int = 0,
-        again: Start | None = None,
-    ) -> None:
-        self.seq = -1
-        self.boundary = 0
-        self.place = b""
-        self.attempt = 0
-        self.awaited = False
-        self.begun = time.monotonic()
-        self.signature = signature
-        self.start, self.again = start, again
-        self.results = results
-        self.install = install
-        self.installed = False
-        self.value = value
-        self.keeps, self.lazy = keeps, lazy
-        self.record: Callable[[], None] | None = None
-        self.full = full
-        self.checksum = checksum
-        self.inner_work: Any = None
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
+    signature: Signature
+    start: Start
+    results: list[torch.Tensor]
+    install: Callable[[Sequence[torch.Tensor]], None] | None = None
+    value: Any = None
+    keeps: KeptResults | RunAgain = KeptResults.COPY
+    lazy: bool = False
+    full: bool = True
+    checksum: int = 0
+    again: Start | None = None
+    seq: int = -1
+    boundary: int = 0
+    place: bytes = b""
+    attempt: int = 0
+    awaited: bool = False
+    installed: bool = False
+    begun: float = field(default_factory=time.monotonic)
+    record: Callable[[], None] | None = None
+    inner_work: Any = None
+    future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
     def put(self) -> None:
         """Copy the result to the caller's tensors; a second call does nothing."""
@@ -135,9 +138,7 @@ class Op:
             self.install(self.results)
 
     def serve(self, results: Sequence[torch.Tensor]) -> None:
-        """Complete with ``results`` instead of running; they are copied to the caller's tensors, in their shape. Every
-        operation that gloo does not run ends here.
-        """
+        """Complete with ``results``, copied to the caller's tensors, in the place of running on gloo."""
         for own, result in zip(self.results, results, strict=True):
             if own is not result:
                 own.data.copy_(result.view(own.shape))
@@ -224,9 +225,7 @@ _SAMPLE, _RUN = 2048, 64
 
 
 def input_checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """32-bit CRC of the inputs' bytes, of at most 2 KiB whole and of larger ones sampled. Tensors on a device are
-    copied to the host, and the device is waited for.
-    """
+    """32-bit CRC of the inputs' bytes, sampled above 2 KiB. Copies from devices, which are waited for."""
     crc = 1
     for tensor in tensors:
         dense = tensor if tensor.is_contiguous() and tensor.is_cpu else tensor.detach().cpu().contiguous()

@@ -6,6 +6,7 @@ operations overlap as they do without this product. Where gloo does not run an o
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shared_core.errors import PlaceMismatch, ReplayDivergence
+from shared_core.errors import CollectiveTimeout, PlaceMismatch, ReplayDivergence
 from shared_core.faults import inject
 from shared_core.system import threads
 from shared_core.worker.comm import compat
@@ -26,18 +27,17 @@ from shared_core.worker.comm.places import mismatch
 from shared_core.worker.comm.results import CollectiveResults
 from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
-from shared_core.worker.comm.suspicion import Suspicion
 from shared_core.worker.messages.group_log import Logged, same_call
+
+#: How long an operation may have failed before the failure that explains it is announced.
+SUSPECT_S = 15.0
 
 
 class Operations:
     """Runs the collectives of all groups, or serves them. ``served`` counts those that were served from logs."""
 
-    def __init__(
-        self, state: SharedState, groups: Groups, results: CollectiveResults, suspicion: Suspicion, others: OtherThreads
-    ) -> None:
-        self._state, self._groups, self._results, self._suspicion = state, groups, results, suspicion
-        self._others = others
+    def __init__(self, state: SharedState, groups: Groups, results: CollectiveResults, others: OtherThreads) -> None:
+        self._state, self._groups, self._results, self._others = state, groups, results, others
         self._startup = StartUp(state)
         self._scripted: deque[list[torch.Tensor]] = deque()
         self._answers: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
@@ -45,9 +45,7 @@ class Operations:
 
     @contextmanager
     def scripted(self, results: Iterable[list[torch.Tensor]]) -> Iterator[None]:
-        """Each operation in here, in any group, gets the next of these results and no number: DDP's agreement on
-        buckets is repeated from records.
-        """
+        """Each operation in here gets the next of these results and no number: those of DDP's agreement."""
         self._scripted.extend(results)
         try:
             yield
@@ -101,7 +99,7 @@ class Operations:
         """
         state = self._state
         if state.absent and group.size > 1:
-            state.listener.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
+            state.fatal_actions.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
         self._number(group, op)
         logged = group.replay.get(op.seq)
         if op.checksum and (logged is None or same_call(logged[0], op.signature)):
@@ -146,9 +144,7 @@ class Operations:
             future.add_done_callback(lambda done: self._finished(group, op, attempt, done))
 
     def _finished(self, group: GroupState, op: Op, attempt: int, future: Any) -> None:
-        """Runs on gloo's thread, or a waiter's, once for each attempt. Results are logged, and unless ``lazy`` in the
-        caller's tensors, before the future is done.
-        """
+        """On gloo's thread or a waiter's, once an attempt. Results are logged before the future is done."""
         state = self._state
         error: Exception | None = None
         try:
@@ -169,7 +165,7 @@ class Operations:
             op.future.set_exception(state.end(apart))
             return
         if error is not None:
-            self._suspicion.suspect(error)
+            self.suspect(error)
             return
         self._results.archive(group, op.seq, entry, op.results)
         if not op.lazy:
@@ -209,11 +205,8 @@ class Operations:
             op.future.set_exception(state.end(apart))
 
     def serve(self, group: GroupState, op: Op, logged: Logged) -> None:
-        """Complete a numbered operation with the logged result, which is copied to the caller's tensors.
-
-        Raises:
-            ReplayDivergence: if another operation was called there.
-            PlaceMismatch: if it was called from another place of the program.
+        """Complete a numbered operation with the logged result, which is copied to the caller's tensors. Raises
+        ReplayDivergence and PlaceMismatch if another was called there, or from another place.
         """
         state = self._state
         with state.lock:
@@ -248,7 +241,7 @@ class Operations:
         differs = expected is not None and expected != op.checksum and state.listener.exact()
         if differs and state.damaged:
             if op.again is None:  # buckets are reduced again
-                state.listener.unrepeatable(
+                state.fatal_actions.fall_back(
                     f"corruption: rank {state.rank} had given other ranks what it computed from damaged parameters, in "
                     f"{describe(op.signature)} of group {group.name!r}"
                 )
@@ -262,7 +255,52 @@ class Operations:
                     f"{describe(op.signature)}: checksum {op.checksum:08x}, and {expected or 0:08x} before.)"
                 )
             )
-        state.listener.publish_checksum(group.id, op.seq, op.checksum)
+        state.publisher.input_checksums.add(group.id, op.seq, op.checksum)
+
+    # -- what has failed: because a rank did, which is announced soon, or by the program's own mistake ---
+
+    def suspect(self, error: Exception) -> None:
+        """An operation failed. Returns at once; a thread waits ``SUSPECT_S`` for the explanation."""
+        state = self._state
+        with state.lock:
+            if state.broken or state.ended is not None:
+                return
+            seen = state.latest
+        threads.start(self._await_explanation, (error, seen), name="swift-suspect")
+
+    def _await_explanation(self, error: Exception, seen: int) -> None:
+        state = self._state
+
+        def explained() -> bool:
+            return state.broken or state.latest > seen or state.ended is not None
+
+        with state.lock:
+            if state.changed.wait_for(explained, timeout=SUSPECT_S):
+                return
+            stuck = []
+            for group in self._groups.all():
+                failed = [op for op in group.pending.values() if op.inner_work is None]
+                for op in failed:
+                    del group.pending[op.seq]
+                    stuck.append((op, self.overdue(error, group, f"{describe(op.signature)} (#{op.seq}")))
+                if isinstance(error, RuntimeError):
+                    group.channels.fail(self.overdue(error, group, "a message ("))
+            state.changed.notify_all()
+        for op, why in stuck:
+            op.future.set_exception(why)
+
+    def overdue(self, error: Exception, group: GroupState, call: str) -> Exception:
+        """The exception for an operation that failed although no worker did: ``error``, or a CollectiveTimeout if gloo
+        timed out. ``call`` ends with an open bracket.
+        """
+        if not re.search("(?i)timed out", str(error)):
+            return error
+        limit_s, whereabouts = group.timeout.total_seconds(), self._state.listener.whereabouts()
+        return CollectiveTimeout(
+            f"rank {self._state.rank} waited {limit_s:g} s (time-out of the process group) in {call} of "
+            f"{self._groups.called(group)}). {whereabouts}Another rank is too slow, hangs, or is in another operation: "
+            f"raise timeout= of init_process_group or new_group if it is slow. ({error})"
+        )
 
     # -- what is under way -------------------------------------------------------------------------
 

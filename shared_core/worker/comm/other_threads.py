@@ -38,9 +38,7 @@ class OtherThreads:
         self._at_failure: frozenset[threading.Thread] = frozenset()
 
     def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
-        """The current thread calls a collective, or a receive. ``what``: gives it in words; most calls are the
-        program's own, and nobody asks.
-        """
+        """The current thread calls a collective, or a receive; ``what`` gives it in words."""
         if threading.get_ident() == self._program.ident:
             return
         thread = threading.current_thread()
@@ -80,7 +78,7 @@ class OtherThreads:
         state = self._state
         for call in self._open:
             if call.across and call.thread in self._at_failure and not call.done():
-                state.listener.unrepeatable(
+                state.fatal_actions.fall_back(
                     f"rank {state.rank}: thread {call.thread.name!r} of the script is in {call.what}, and what it does "
                     "began before the last step boundary. A worker failed meanwhile, and its replacement, which begins "
                     "at a step boundary, does not do this again. Wait for such work in the batch in which it begins "
@@ -89,6 +87,5 @@ class OtherThreads:
 
 
 def _is_idle(thread: threading.Thread) -> bool:
-    """Whether a thread of a ``ThreadPoolExecutor`` waits for work."""
     frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and frame.f_code is _POOL_WORKER

@@ -61,9 +61,7 @@ class ProgramPlace:
         self._go(self.now._replace(batch=AFTER))
 
     def step(self, epoch: int | None) -> None:
-        """A step boundary is passed. ``epoch`` is given where the loop tells it in no other way; a new one begins its
-        first pass.
-        """
+        """A step boundary is passed. ``epoch``: where the loop tells it in no other way; a new one begins a pass."""
         entry, phase, now, pass_, batch = self.now
         if epoch is not None and epoch != now:
             phase, now, pass_, batch = 1, epoch, 1, 0
@@ -94,8 +92,6 @@ class GroupPlaces:
         self._row = _ENTRY * self._size
         self._messages = _FLAGS + _OPERATIONS * self._row
         self._memory: mmap.mmap = map_file(path, self._messages + _MESSAGES * _MESSAGE * self._size)
-
-    # -- collectives -------------------------------------------------------------------------------
 
     def called(self, seq: int, place: bytes) -> None:
         at = _FLAGS + seq % _OPERATIONS * self._row + self._own * _ENTRY
@@ -141,8 +137,6 @@ class GroupPlaces:
         at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
         self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place.packed()
 
-    # -- point to point ----------------------------------------------------------------------------
-
     def sent(self, channel: tuple[int, int, int], index: int, place: bytes) -> None:
         at, key = self._message(channel, index)
         self._memory[at : at + _MESSAGE] = key + place
@@ -171,9 +165,7 @@ class GroupPlaces:
 
 
 def mismatch(rank: int, call: str, place: bytes, other: tuple[int, CollectivePlace]) -> PlaceMismatch:
-    """The error for an operation that rank ``rank`` calls from ``place``, packed, and another rank
-    from another place.
-    """
+    """The error for an operation that rank ``rank`` calls from ``place``, and another from another."""
     return PlaceMismatch(
         f"rank {rank} calls {call} from {CollectivePlace.unpacked(place)}, and rank {other[0]} calls it from "
         f"{other[1]}. What they exchange does not belong together: one of them has run other batches, or made other "

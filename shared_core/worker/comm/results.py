@@ -115,8 +115,6 @@ class CollectiveResults:
         self.peak_bytes = max(self.peak_bytes, group.log.nbytes)
         return entry
 
-    # -- buckets of DDP, which are the log until they are overwritten ------------------------------
-
     def borrows(self, buckets: Sequence[torch.Tensor]) -> bool:
         """Whether DDP's buckets may be reduced in place and be the log themselves: only a single one, where this rank
         sees the others' step boundaries and nothing is logged to disk.
@@ -178,9 +176,7 @@ class CollectiveResults:
             self._disk.put_result(group.name, seq, entry, results)
 
     def settle(self, boundary: int) -> None:
-        """Drop what nobody can ask for any more: collectives from before ``boundary``, messages from before the one
-        before it.
-        """
+        """Drop collectives from before ``boundary``, and messages from before the one before it."""
         with self._state.lock:
             self._state.stable = boundary
             for group in self._groups.all():
@@ -191,9 +187,7 @@ class CollectiveResults:
             self.pool.next_boundary()
 
     def logged(self, group: GroupState, seq: int) -> Logged:
-        """What was called as operation ``seq``, and its results, which alias the log. Raises CorruptFile if it is on
-        disk and damaged.
-        """
+        """What was called as operation ``seq``, and its results, which alias the log. May raise CorruptFile."""
         with self._state.lock:
             if seq in group.log.entries:
                 return group.log.entries[seq].signature, group.log.results(seq)
@@ -223,17 +217,13 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class KeptInputs:
-    """Contiguous copies of inputs, each once, which live as long as somebody holds them: FSDP gathers the same
-    parameters in forward and again in backward.
-    """
+    """Contiguous copies of inputs, each once, while somebody holds them: FSDP gathers the same twice."""
 
     def __init__(self) -> None:
         self._kept: WeakValueDictionary[tuple[int, torch.dtype, int], torch.Tensor] = WeakValueDictionary()
 
     def keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """A copy of a tensor on the CPU, and whether it is new: one that is still held serves where all bits are
-        the same.
-        """
+        """A copy on the CPU, and whether it is new: one that is held serves where all bits are the same."""
         dense = tensor.detach().contiguous()
         key = (dense.numel(), dense.dtype, input_checksum([dense]))
         kept = self._kept.get(key)

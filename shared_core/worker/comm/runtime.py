@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.connections import Connections
 from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
-from shared_core.worker.comm.listener import OperationListener
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import GroupPlaces
 from shared_core.worker.comm.results import BoundaryMarks, CollectiveResults
-from shared_core.worker.comm.state import SharedState
-from shared_core.worker.comm.suspicion import Suspicion
+from shared_core.worker.comm.state import OperationListener, SharedState
+from shared_core.worker.link import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 #: Memory above which results are spilled, in bytes, until it is known what is trained.
 _LIMIT = 64 << 20
@@ -30,24 +29,27 @@ class Runtime(SharedState):
         marks: which step boundaries the ranks have published; None where they are on several machines.
 
     Attributes:
-        suspicion: decides what becomes of operations that fail.
         others: collectives of other threads than the program's.
     """
 
-    def __init__(self, env: WorkerEnv, listener: OperationListener, disk: DiskLog, marks: BoundaryMarks | None) -> None:
-        super().__init__(env, listener)
+    def __init__(
+        self,
+        env: WorkerEnv,
+        listener: OperationListener,
+        publisher: SharedMemoryPublisher,
+        store: JobStore,
+        disk: DiskLog,
+        marks: BoundaryMarks | None,
+    ) -> None:
+        super().__init__(env, listener, publisher, store)
         groups = self.groups = Groups(self)
         self.disk = disk
         self._places = env.job_dir / f"places{env.restart}.{env.world_size}"
         limit = env.config.log.spill_bytes or _LIMIT
         self.results = CollectiveResults(self, groups, disk, BufferPool(), limit, marks)
-        self.suspicion = Suspicion(self, groups)
         self.others = OtherThreads(self)
-        self.operations = Operations(self, groups, self.results, self.suspicion, self.others)
-        self.connections = Connections(self, groups)
-        self.generations = Generations(
-            self, groups, self.connections, self.operations, self.others, self.compare_places
-        )
+        self.operations = Operations(self, groups, self.results, self.others)
+        self.generations = Generations(self, groups, self.operations, self.others, self.compare_places)
 
     def passed_boundary(self, boundary: int) -> None:
         with self.lock:
@@ -59,7 +61,6 @@ class Runtime(SharedState):
         self.begin_again()
         for group in self.groups.all():
             group.begin_again()
-        self.connections.begin_again()
         self.generations.begin_again()
 
     @property
@@ -88,7 +89,7 @@ class Runtime(SharedState):
 
     def new_group(self, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> GroupState:
         """A group that is not known to others yet; see :meth:`Generations.add_group`. ``ranks`` are global."""
-        suspect, pool = self.suspicion.suspect, self.results.pool
+        suspect, pool = self.operations.suspect, self.results.pool
         return GroupState(
             name,
             rank,

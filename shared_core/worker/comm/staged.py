@@ -134,9 +134,7 @@ def _away(given: Any) -> bool:
 
 
 def _on_host(given: Any, twins: dict[int, torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nesting with host memory for each tensor of a device; one memory for each tensor, however often
-    it occurs.
-    """
+    """The same nesting with host memory for each tensor of a device, however often it occurs."""
     if isinstance(given, torch.Tensor):
         if id(given) not in twins:
             twins[id(given)] = make(given)

@@ -11,9 +11,9 @@ import torch
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm import compat
-from shared_core.worker.comm.listener import Part, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
+from shared_core.worker.state.publications import Part, RecordKey
 
 #: Results up to so many bytes are recorded, whoever asks for them.
 _SMALL_BYTES = 64 * 1024
@@ -50,15 +50,13 @@ class StartUp:
         if not state.starting:
             # Not in the backward of a batch whose boundary was no recovery point.
             if key is not None and not (state.part and compat.in_backward()):
-                self._record(key, op)
+                op.record = self.keeper(key, op.results)
             return None
         recorded = self.recorded(key, op.results)
         return neutral(op, inputs) if recorded is None else recorded
 
     def recorded(self, key: RecordKey | None, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What the failed worker got; None if it had got nothing of these shapes there. Raises Unsupported if it was
-        too large to be recorded.
-        """
+        """What the failed worker got, if of these shapes; else None. Raises Unsupported if it was too large."""
         found = self._state.records.get(key) if key is not None else None
         if found == [] and results:
             assert key is not None
@@ -80,9 +78,6 @@ class StartUp:
         self._ordinals[place] = ordinal + 1
         return RecordKey(state.entry, group, name, ordinal, state.part)
 
-    def _record(self, key: RecordKey, op: Op) -> None:
-        op.record = self.keeper(key, op.results)
-
     def keeper(self, key: RecordKey, into: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """A function that records the result, to be called when it is in the tensors ``into`` and before the caller can
         change them. None if it may be parameters or gradients, which are not recorded. Callers hold the lock.
@@ -102,7 +97,7 @@ class StartUp:
                 if held is not None and state.held is held:
                     held.entries.append((key, [each.clone() for each in results]))
                     return
-            state.listener.record(key, results)
+            state.publisher.records.add(key, results)
 
         return put
 
@@ -123,9 +118,7 @@ def _hands_out() -> bool:
 
 
 def neutral(op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What an operation gives if all members give what this one does; where that is not known, its
-    outputs as they are.
-    """
+    """What it gives if all members give what this one does; outputs as they are where that is unknown."""
     name = op.signature[0]
     if name.startswith("all_reduce"):
         return [tensor.detach() for tensor in inputs]

@@ -2,19 +2,146 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import SwiftError
+from shared_core.errors import SwiftError, WaitTimeout, told
+from shared_core.events import console
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.compute_lock import ComputeLock
-from shared_core.worker.comm.listener import OperationListener, Part, RecordKey
+from shared_core.waiting import Wait, ranks_text
+from shared_core.worker.comm.op import ComputeLock, Op
 from shared_core.worker.comm.places import ProgramPlace
+from shared_core.worker.link import JobStore
+from shared_core.worker.messages.group_log import Logged
+from shared_core.worker.start import hot_standby
+from shared_core.worker.state.publications import Part, RecordKey, SharedMemoryPublisher
+
+
+class KeptBucketInput(Protocol):
+    """Recomputes the content of a gradient bucket while its reduction is under way."""
+
+    def write(self, bucket: torch.Tensor, checksum: int) -> None:
+        """Overwrite ``bucket``, flat and on the CPU, with what was there before its reduction. Raises RecoveryFailed if
+        that does not have this checksum, of :func:`input_checksum`.
+        """
+
+
+class OperationListener(Protocol):
+    """Given to :class:`~shared_core.worker.comm.runtime.Runtime`. Called on any thread, some with the runtime's
+    lock held.
+    """
+
+    def first_group(self) -> None:
+        """The default process group is made: form the first generation, or see that a replacement joins later."""
+
+    def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
+        """For a group that the program makes: the step boundary where a replacement begins in it (None in all others),
+        and what was logged for it, by sequence number.
+        """
+
+    def exact(self) -> bool:
+        """False while a replacement computes with newer parameters than the failed worker: inputs differ."""
+
+    def before_bucket(self) -> None:
+        """DDP hands over a gradient bucket, or a collective is called in a backward pass."""
+
+    def bucket_input(self, bucket: torch.Tensor) -> KeptBucketInput | None:
+        """Recomputes the bucket that DDP hands over; None if that cannot be done."""
+
+    def bucket_handed_over(self, op: Op) -> None:
+        """DDP has handed over a bucket, which this operation reduces."""
+
+    def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
+        """DDP agrees on the order of its buckets by this operation."""
+
+    def waiting_changed(self, waiting: bool) -> None:
+        """Operations are in flight, or none any more: while there are, the progress time-out does not run."""
+
+    def whereabouts(self) -> str:
+        """Where the ranks are that are waited for, in a sentence and a space; empty if it is not known."""
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called on the program's thread while some are absent. Blocks. True when they are
+        in again, False if nobody admits them.
+        """
+
+
+#: Exit code of a replacement whose place, or state, a further failure made useless; the agent starts another.
+EXIT_STALE = 75
+#: How long the launcher may take to end a worker that has ended the job, in seconds.
+_END_S = 60.0
+
+
+class FatalActions:
+    """Ends one worker, or the job, when it cannot continue. A hot standby only ends itself: it holds no rank yet."""
+
+    def __init__(self, state: SharedState, store: JobStore) -> None:
+        self._state, self._store = state, store
+
+    def fall_back(self, reason: str) -> NoReturn:
+        """Nobody can serve a replacement: all workers start again. Does not return. Takes the state's lock."""
+        _end_spare(reason)
+        self._store.tell("restart", reason)
+        with self._state.lock:
+            try:
+                wait_for_change(self._state, "the launcher to restart all workers", lambda: False)
+            except WaitTimeout as error:
+                console(str(error))
+        os._exit(1)
+
+    def cannot_complete(self, what: str) -> NoReturn:
+        """Restart all workers: the program is in an operation that waits for absent ranks. Does not return."""
+        absent = sorted(self._state.absent)
+        self.fall_back(
+            f"rank {self._state.rank} is in {what}, which waits for all ranks, and {ranks_text(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} absent. With on_failure='reroute' only training steps continue "
+            "without a failed rank: leave other collectives out of the loop, or use on_failure='replace'"
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the launcher to end the job with this error. Returns, except in a hot standby."""
+        _end_spare(str(error))
+        self._store.tell("fail", {"rank": self._state.rank, "message": told(error)})
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """As :meth:`fail`, then wait to be killed. Does not return."""
+        self.fail(error)
+        self.await_end()
+
+    def await_end(self) -> NoReturn:
+        """The launcher ends this worker; should it not, the process exits by itself."""
+        threading.Event().wait(_END_S)
+        os._exit(1)
+
+    def break_down(self, error: BaseException) -> NoReturn:
+        """As :meth:`give_up`, for an unexpected error: prints the traceback here first."""
+        traceback.print_exception(error)
+        self.give_up(error)
+
+
+def _end_spare(reason: str) -> None:
+    if hot_standby.is_hot_standby():
+        console(f"a hot standby ends: {reason}")
+        os._exit(1)
+
+
+def wait_for_change(state: SharedState, whom: str, done: Callable[[], bool], *, speaks: bool = True) -> None:
+    """Wait on ``state.changed``, whose lock the caller holds, until ``done()``. ``whom`` is text for the user. Raises
+    WaitTimeout after its ``wait_timeout_s``.
+    """
+    advice = "See above why that does not happen; raise detection.wait_timeout_s if it is only slow."
+    who, limit_s = f"rank {state.rank}", state.wait_timeout_s
+    Wait(who, whom, limit_s, speaks=lambda: speaks, advice=advice).until(state.changed, done)
 
 
 @dataclass
@@ -29,6 +156,7 @@ class SharedState:
     """Which generation is live, where the program is, and who waits.
 
     Attributes:
+        publisher: keeps what replacements of this rank need.
         lock: reentrant; guards everything here and in the groups. ``changed`` is its condition.
         generation: the one that is installed; -1 before the first.
         broken: a failure is known and the next generation is not yet live.
@@ -54,8 +182,12 @@ class SharedState:
             of whom (global ranks), what. None if nothing.
     """
 
-    def __init__(self, env: WorkerEnv, listener: OperationListener) -> None:
-        self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
+    def __init__(
+        self, env: WorkerEnv, listener: OperationListener, publisher: SharedMemoryPublisher, store: JobStore
+    ) -> None:
+        self.rank, self.world_size = env.rank, env.world_size
+        self.listener, self.publisher, self.store = listener, publisher, store
+        self.fatal_actions = FatalActions(self, store)
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
         self.stages, self.restarts = env.config.device.experimental, env.config.restarts
@@ -85,7 +217,6 @@ class SharedState:
         self._waiting = 0
 
     def stand_aside(self) -> None:
-        """From now on torch's own groups run the program's operations."""
         self.operates = False
 
     def end(self, error: SwiftError) -> SwiftError:
@@ -93,7 +224,7 @@ class SharedState:
         with self.lock:
             self.ended = error
             self.changed.notify_all()
-        self.listener.failed(error)
+        self.fatal_actions.fail(error)
         return error
 
     def raise_if_ended(self) -> None:
@@ -101,9 +232,7 @@ class SharedState:
             raise self.ended
 
     def note_waiting(self, change: int) -> None:
-        """Count operations in flight. While there are any, the progress time-out does not run. Callers
-        hold the lock.
-        """
+        """Count operations in flight, without which the progress time-out runs. Callers hold the lock."""
         before, self._waiting = self._waiting, self._waiting + change
         if (before > 0) != (self._waiting > 0):
             self.listener.waiting_changed(self._waiting > 0)
@@ -123,8 +252,6 @@ class SharedState:
                 with self.lock:
                     self.note_waiting(-1)
                     self.beside = None
-
-    # -- where the program is ----------------------------------------------------------------------
 
     def enter_call(self, entry: int) -> None:
         """The program begins or leaves an entry call: up to the next step boundary it starts up."""
@@ -149,7 +276,7 @@ class SharedState:
         with self.lock:
             held, self.held = self.held, None
         for key, results in held.entries if held is not None else ():
-            self.listener.record(key, results)
+            self.publisher.records.add(key, results)
 
     def passed_boundary(self, boundary: int) -> None:
         with self.lock:
@@ -158,8 +285,6 @@ class SharedState:
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
         with self.lock:
             self.starting, self.records = True, records
-
-    # -- checksums of inputs -----------------------------------------------------------------------
 
     def sum_buckets(self, on: bool) -> None:
         self.bucket_checksums = on

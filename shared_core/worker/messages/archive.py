@@ -11,22 +11,164 @@ to its newest checkpoint, as it does where the log is damaged.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from shared_core.errors import CorruptFile, WaitTimeout
 from shared_core.events import console
 from shared_core.resources import FULL
+from shared_core.system import threads
 from shared_core.waiting import Wait
-from shared_core.worker.messages import segments
-from shared_core.worker.messages.archive_index import ArchiveRecord, Index, files
-from shared_core.worker.messages.archive_writer import ArchiveWriter, Stats, Write, make_folder
-from shared_core.worker.messages.segments import Key, SegmentPlace
+from shared_core.worker.messages import log_budget, segments
+from shared_core.worker.messages.segments import Key, Segment, SegmentPlace
+
+
+class ArchiveRecord(NamedTuple):
+    """One that waits for the disk. ``size`` is in bytes, of the header and the tensors."""
+
+    key: Key
+    header: bytes
+    tensors: list[torch.Tensor]
+    size: int
+
+
+class Index:
+    """Records by channel and index; ``segments``, the files that count, oldest first, and ``doomed`` ones, which are to
+    be deleted. Callers hold the archive's condition.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[tuple[str, int], ArchiveRecord] = {}
+        self.segments: list[Segment] = []
+        self.doomed: deque[Segment] = deque()
+        self._places: dict[str, dict[int, SegmentPlace]] = {}
+        self._newest: dict[str, int] = {}  # put, whether or not it can be read
+
+    def load(self, folder: Path, seed: int) -> tuple[int, int]:
+        """Take in the files there are. Returns the number of the next segment, and the bytes of those that are
+        there. A file that cannot be used is passed over, with a line on the console. Raises OSError if the folder
+        cannot be read.
+        """
+        next_number, damaged, loaded = 0, [], []
+        for number, path in sorted(files(folder)):
+            next_number = max(next_number, number + 1)
+            try:
+                segment, bad = segments.load_segment(path, seed, number)
+            except (CorruptFile, OSError, ValueError) as error:
+                console(f"a file of the log is passed over: {path}: {error}")
+                continue
+            next_number = max(next_number, segment.number + 1)
+            loaded.append(segment)
+            if segment.size > segments.START and not segment.entries and not bad:
+                console(f"nothing in {path} can be used: it is truncated, damaged, or the log of another rank")
+            for key in bad:
+                damaged.append((key.channel, key.index))
+                self.note(key.channel, key.index)
+        # In the order they were written: a record that was put again after damage counts.
+        for segment in sorted(loaded, key=lambda one: one.number):
+            self.segments.append(segment)
+            for channel, index, _, offset, header, payload in segment.entries:
+                self.note(channel, index)
+                self.add(channel, index, SegmentPlace(segment, offset, header, payload))
+        if damaged:
+            named = ", ".join(f"{index} of {channel}" for channel, index in damaged[:5])
+            console(f"the log in {folder} has {len(damaged)} damaged message(s), left out: {named}")
+        return next_number, sum(segment.size for segment in loaded)
+
+    def note(self, channel: str, index: int) -> None:
+        """A record was put, whether or not it can be read."""
+        self._newest[channel] = max(index, self._newest.get(channel, index))
+
+    def add(self, channel: str, index: int, place: SegmentPlace) -> None:
+        self._places.setdefault(channel, {})[index] = place
+
+    def forget(self, channel: str, index: int, place: SegmentPlace) -> bool:
+        """Leave a damaged record out. False if another has taken its place, or it was dropped."""
+        held = self._places.get(channel, {})
+        if held.get(index) is not place:
+            return False
+        del held[index]
+        return True
+
+    def drop(self, segment: Segment) -> None:
+        segment.gone = True
+        self.segments.remove(segment)
+        self.doomed.append(segment)
+        for channel, index, *_ in segment.entries:
+            held = self._places.get(channel, {})
+            if index in held and held[index].segment is segment:
+                del held[index]
+
+    def holds(self, channel: str, index: int) -> bool:
+        return index in self._places.get(channel, ()) or (channel, index) in self.waiting
+
+    def place(self, channel: str, index: int) -> SegmentPlace | None:
+        """Where a record is in the files; None if it is not there."""
+        return self._places.get(channel, {}).get(index)
+
+    def in_files(self) -> list[tuple[str, int, SegmentPlace]]:
+        return [(channel, index, place) for channel, held in self._places.items() for index, place in held.items()]
+
+    def indices(self, channel: str) -> list[int]:
+        return sorted({*self._places.get(channel, ()), *(i for c, i in self.waiting if c == channel)})
+
+    def first(self, channel: str, before: int | None) -> int | None:
+        index = self._newest.get(channel) if before is None else before - 1
+        if index is None or not self.holds(channel, index):
+            return None
+        while self.holds(channel, index - 1):
+            index -= 1
+        return index
+
+
+def files(folder: Path) -> Iterator[tuple[int, Path]]:
+    """(number, path) of the segments in a folder, in no order."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.suffix == segments.SUFFIX and path.stem.isdecimal():
+            yield int(path.stem), path
+
+
+@dataclass
+class Stats:
+    """Numbers of an archive; ``records`` and bytes written or put are those of this process.
+
+    Attributes:
+        bytes_on_disk: of the segments that are there now, with what is being written.
+        bytes_put: written or not.
+        bytes_waiting: put and not yet written.
+        blocked_times: how often ``put`` had to wait for the disk.
+        failed: why nothing is logged now; None while it is.
+    """
+
+    records: int = 0
+    bytes_written: int = 0
+    bytes_on_disk: int = 0
+    bytes_put: int = 0
+    bytes_waiting: int = 0
+    blocked_times: int = 0
+    blocked_s: float = 0.0
+    stopped_times: int = 0
+    failed: str | None = None
+
+
+def _most(record: ArchiveRecord) -> int:
+    return segments.START + segments.FIXED + record.size
+
+
+def make_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
 
 __all__ = ["Archive", "Key", "Stats"]
 
@@ -60,7 +202,6 @@ class Archive:
         owner: name of the job and rank. Records of another owner are not read.
         stall_s: logging stops when ``put`` has waited for the disk for so long, in seconds.
         again: the folder may hold the log of another process, now dead.
-        write: appends to a segment; None for the usual way.
 
     Raises:
         ValueError: the folder holds segments, and ``again`` is not said.
@@ -75,29 +216,30 @@ class Archive:
         owner: str = "",
         stall_s: float = 120.0,
         again: bool = False,
-        write: Write | None = None,
     ) -> None:
         self.folder, self.owner = folder, owner
-        self._ring_bytes, self._stall_s = ring_bytes, stall_s
+        self._ring_bytes, self._segment_bytes, self._stall_s = ring_bytes, segment_bytes, stall_s
         self._seed = segments.owner_seed(owner)
-        self._changed = threading.Condition()  # guards the rest
+        self._changed = threading.Condition()  # guards the index, the numbers and what waits
         self._index, self._stats = Index(), Stats()
         self._told: set[int | None] = set()
-        append = write or segments.write_all
-        self._writer = ArchiveWriter(
-            folder, self._seed, segment_bytes, append, self._changed, self._index, self._stats, self._stop
-        )
-        next_number = 0
+        self._ring: deque[ArchiveRecord] = deque()
+        self._lease: int | None = None
+        self._reserved = 0  # for the record that is written now
+        self._closing = False
+        # The thread's alone.
+        self._open: Segment | None = None
+        self._next_number = 0
         try:
             make_folder(folder)
             folder.chmod(0o700)
             if not again and next(files(folder), None) is not None:
                 raise ValueError(f"{folder} holds a log: reopen it, or delete the folder")
-            next_number, self._stats.bytes_on_disk = self._index.load(folder, self._seed)
+            self._next_number, self._stats.bytes_on_disk = self._index.load(folder, self._seed)
         except OSError as error:
             with self._changed:
                 self._stop(error)
-        self._writer.start(next_number)
+        self._thread = threads.start(self._run, name="swift-archive")
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -123,29 +265,37 @@ class Archive:
             self._wait_for_room(record.size)
             if self._closed_or_failed() or self._index.holds(*name):
                 return
-            self._writer.add(record)
+            self._ring.append(record)
+            self._index.waiting[name] = record
+            self._stats.bytes_waiting += record.size
+            self._stats.bytes_put += record.size
+            self._changed.notify_all()
 
     def drop_before(self, boundary: int) -> None:
-        """Remove what waits from before step boundary ``boundary``, and the segments in which every record is older.
-        The files are deleted in the background.
-        """
+        """Drop what is older than a step boundary, segments as a whole; they are deleted in the background."""
         with self._changed:
-            self._writer.drop_before(boundary)
+            while self._ring and self._ring[0].key.boundary < boundary:
+                record = self._ring.popleft()
+                del self._index.waiting[(record.key.channel, record.key.index)]
+                self._stats.bytes_waiting -= record.size
             for segment in [one for one in self._index.segments if one.boundary < boundary]:
                 self._index.drop(segment)
             self._changed.notify_all()
 
     def lease(self, limit: int) -> None:
-        """Take at most so many bytes on disk from now on; what needs more waits in memory. What is
-        already taken stays.
-        """
+        """Take at most so many bytes on disk, beside what is taken; what needs more waits in memory."""
         with self._changed:
-            self._writer.lease(limit)
+            self._lease = limit
+            self._changed.notify_all()
 
     def keep(self) -> int:
-        """Give back half of what is free of the lease. Returns how many bytes may still be taken in all."""
+        """Give back half of what is free of the lease. Returns how many bytes may still be taken in all; see
+        :mod:`shared_core.worker.messages.log_budget`.
+        """
         with self._changed:
-            return self._writer.keep()
+            assert self._lease is not None
+            self._lease = log_budget.kept(self._lease, self._stats.bytes_on_disk + self._reserved)
+            return self._lease
 
     def restart(self) -> None:
         """Log again, after logging stopped: to a new segment, from the next ``put`` on."""
@@ -153,14 +303,14 @@ class Archive:
             self._stats.failed = None
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what waits and end the thread; the files stay. What is put later is not logged.
-
-        Raises:
-            WaitTimeout: the disk did not take it in ``timeout_s`` seconds.
+        """Write what waits, as far as there is room on disk, and end the thread; the files stay. What is put later is
+        not logged. Raises WaitTimeout.
         """
         with self._changed:
-            self._writer.close()
-        if not self._writer.join(timeout_s):
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
             raise WaitTimeout(f"the log in {self.folder} could not be closed in {timeout_s:g} s: its disk is stuck")
 
     # -- reading -----------------------------------------------------------------------------------
@@ -184,10 +334,8 @@ class Archive:
             return self._index.first(channel, before)
 
     def read(self, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
-        """A record, bit for bit as it was put, in CPU tensors of its own.
-
-        Raises:
-            CorruptFile: it is damaged, and then no longer in the index, or was never there.
+        """A record, bit for bit as it was put, in CPU tensors of its own. Raises CorruptFile if it is damaged, and then
+        no longer in the index, or was never there.
         """
         with self._changed:
             waiting, place = self._index.waiting.get((channel, index)), self._index.place(channel, index)
@@ -225,7 +373,7 @@ class Archive:
     # -- inner: callers hold the condition ---------------------------------------------------------
 
     def _closed_or_failed(self) -> bool:
-        return self._writer.closing or self._stats.failed is not None
+        return self._closing or self._stats.failed is not None
 
     def _wait_for_room(self, size: int) -> None:
         def room() -> bool:
@@ -239,7 +387,7 @@ class Archive:
         whom, ends = "its disk to take logged messages", "nothing more is logged to disk"
         try:
             Wait(f"the log in {self.folder}", whom, self._stall_s, bound="a fixed limit", ends=ends).until(
-                self._changed, lambda: room() or self._writer.out_of_room
+                self._changed, lambda: room() or self._out_of_room()
             )
             if not room():  # and none before this batch ends, which waits for this
                 self._stop(BudgetUsed())
@@ -256,7 +404,10 @@ class Archive:
         self._stats.stopped_times += 1
         for segment in list(self._index.segments):
             self._index.drop(segment)
-        self._writer.discard()
+        self._ring.clear()
+        self._index.waiting.clear()
+        self._stats.bytes_waiting = 0
+        self._changed.notify_all()
         if number in self._told:
             return
         self._told.add(number)
@@ -265,10 +416,136 @@ class Archive:
         else:
             see = "make room there" if number in FULL else "see to this disk"
             what_to_do = f"to have the log again, {see} or choose another folder"
+        owner = f"{self.owner}: " if self.owner else ""
         console(
-            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but if a worker "
+            f"{owner}messages are no longer logged in {self.folder} ({why}). Training continues, but if a worker "
             f"fails whose state no other one holds, all workers start again. {what_to_do[0].upper()}{what_to_do[1:]}"
         )
 
-    def _who(self) -> str:
-        return f"{self.owner}: " if self.owner else ""
+    def _out_of_room(self) -> bool:
+        """Whether what waits cannot be written within the lease, and nothing is being deleted."""
+        return bool(self._ring) and not self._fits(self._ring[0]) and not self._index.doomed
+
+    def _fits(self, record: ArchiveRecord) -> bool:
+        return self._room_for(_most(record))
+
+    def _room_for(self, more: int) -> bool:
+        return self._lease is None or self._stats.bytes_on_disk + self._reserved + more <= self._lease
+
+    def _count(self, segment: Segment, more: int) -> None:
+        """Count what is going to be written, before it is."""
+        segment.taken += more
+        self._stats.bytes_on_disk += more
+
+    def _is_next(self, record: ArchiveRecord) -> bool:
+        """Whether the record is still wanted: it is not when logging was stopped meanwhile."""
+        return bool(self._ring) and self._ring[0] is record
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._step():
+            pass
+        if self._open is not None and not self._open.gone:
+            with suppress(OSError):
+                self._seal(self._open)
+
+    def _step(self) -> bool:
+        """Delete a dropped segment, write a record; False at the end. A call, so that its references end."""
+        with self._changed:
+            self._reserved = 0
+            self._changed.wait_for(
+                lambda: (self._ring and self._fits(self._ring[0])) or self._index.doomed or self._closing
+            )
+            doomed = self._index.doomed[0] if self._index.doomed else None
+            record = self._ring[0] if self._ring and self._fits(self._ring[0]) else None
+            self._reserved = _most(record) if record is not None else 0
+        if doomed is not None:
+            self._delete(doomed)
+        if record is not None:
+            try:
+                self._store(record)
+            except Exception as error:  # whatever it is, training continues
+                with self._changed:
+                    if self._is_next(record):
+                        self._stop(error)
+        return doomed is not None or record is not None
+
+    def _store(self, record: ArchiveRecord) -> None:
+        parts = [segments.view_bytes(tensor) for tensor in record.tensors]
+        segment, key, stats = self._room(record), record.key, self._stats
+        head = segments.frame(self._seed, segment, record.header, parts)
+        payload = sum(part.nbytes for part in parts)
+        with self._changed:
+            self._reserved = 0
+            self._count(segment, len(head) + payload)
+        self._append(segment.fd, [head, *parts])
+        if not os.fstat(segment.fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted by someone else")
+        with self._changed:
+            offset, segment.size = segment.size, segment.size + len(head) + payload
+            if not self._is_next(record):
+                return
+            if not segment.gone:
+                segment.add(key, offset, len(record.header), payload)
+                self._index.add(key.channel, key.index, SegmentPlace(segment, offset, len(record.header), payload))
+            stats.records += 1
+            stats.bytes_written += len(head) + payload
+            stats.bytes_waiting -= record.size
+            self._ring.popleft()
+            del self._index.waiting[(key.channel, key.index)]
+            self._changed.notify_all()
+
+    def _room(self, record: ArchiveRecord) -> Segment:
+        segment = self._open
+        if segment is not None and not segment.gone and segment.entries:
+            if segment.size + record.size > self._segment_bytes:
+                self._seal(segment)
+                segment = None
+        with self._changed:
+            if segment is not None and not segment.gone:
+                # From here on it is not dropped for being older.
+                segment.boundary = max(segment.boundary, record.key.boundary)
+                return segment
+        make_folder(self.folder)
+        number, self._next_number = self._next_number, self._next_number + 1
+        segment = Segment(self.folder / f"{number:08d}{segments.SUFFIX}", number, boundary=record.key.boundary)
+        segment.fd = os.open(segment.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with self._changed:
+            self._open = segment
+            self._index.segments.append(segment)
+            self._count(segment, segment.size)
+            self._reserved -= segment.size
+            if not self._is_next(record):  # stopped meanwhile
+                self._index.drop(segment)
+        self._append(segment.fd, [segments.segment_header(self._seed, number)])
+        return segment
+
+    def _seal(self, segment: Segment) -> None:
+        """Close a segment with its index, where there is room: without one it is read through when it is reopened."""
+        with suppress(OSError):
+            text = segments.index_bytes(self._seed, segment)
+            with self._changed:
+                room = self._room_for(len(text))
+                if room:
+                    self._count(segment, len(text))
+            if room:
+                self._append(segment.fd, [text])
+                segment.size += len(text)
+        self._open = None
+        segment.close()
+
+    def _delete(self, segment: Segment) -> None:
+        if segment is self._open:
+            self._open = None
+        with suppress(OSError):
+            segment.close()
+        with suppress(OSError):
+            segment.path.unlink()
+        with self._changed:
+            self._index.doomed.popleft()
+            self._stats.bytes_on_disk -= segment.taken
+            self._changed.notify_all()
+
+    def _append(self, fd: int, parts: Sequence[bytes | memoryview]) -> None:
+        segments.write_all(fd, parts)

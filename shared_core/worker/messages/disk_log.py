@@ -90,8 +90,6 @@ class DiskLog:
         self.archive = archive
         return True
 
-    # -- who starts again together -----------------------------------------------------------------
-
     @property
     def together(self) -> tuple[int, ...]:
         """Ranks that have been in one group with this one since the checkpoint from which a replacement may start: of
@@ -100,17 +98,11 @@ class DiskLog:
         return tuple(sorted(frozenset[int]().union(*(ranks for _, ranks in self._groups))))
 
     def regroup(self, ranks: Iterable[int], boundary: int) -> None:
-        """From step boundary ``boundary`` on these ranks, this one among them, start again together: messages between
-        them are not logged.
-        """
+        """From ``boundary`` on these ranks start again together: what they send each other is not logged."""
         self._groups.append((boundary, frozenset(ranks)))
 
-    # -- within the budget -------------------------------------------------------------------------
-
     def keep(self) -> tuple[int, int]:
-        """With ``log.budget_bytes``: bytes that this log keeps of its lease, and those that were put since the
-        last :meth:`checkpoint_due`.
-        """
+        """Bytes that this log keeps of its lease, and those put since the last :meth:`checkpoint_due`."""
         if self.archive is None:
             return 0, 0
         return self.archive.keep(), self.archive.stats.bytes_put - self._put_before
@@ -124,10 +116,7 @@ class DiskLog:
         if self.archive is not None:
             self._put_before = self.archive.stats.bytes_put
 
-    # -- writing and reading -----------------------------------------------------------------------
-
     def describe(self, note: dict[str, Any]) -> None:
-        """Set the note of the messages sent from now on; plain data."""
         self._note = note
 
     def put_message(self, destination: int, channel: str, index: int, boundary: int, tensor: torch.Tensor) -> None:
@@ -144,17 +133,13 @@ class DiskLog:
             self.archive.put(Key(group, seq, entry.boundary, note), [t.detach().clone() for t in results])
 
     def result(self, group: str, seq: int) -> Logged:
-        """What was called as operation ``seq`` of a group, and copies of its results. Raises CorruptFile if it is
-        damaged or not there.
-        """
+        """What was called as operation ``seq`` of a group, and copies of its results. May raise CorruptFile."""
         assert self.archive is not None
         key, results = self.archive.read(group, seq)
         return read_signature(key.note["signature"]), results
 
     def committed(self, boundary: int) -> None:
-        """All ranks know that the checkpoint at this step boundary is committed: drop what lies before the one before
-        it, and log again if logging had stopped.
-        """
+        """This checkpoint is committed: drop what is before the one before it; log again if stopped."""
         if boundary <= self._commits[1]:
             return
         self._commits = [self._commits[1], boundary]

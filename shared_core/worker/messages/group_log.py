@@ -15,7 +15,7 @@ import torch
 from shared_core.errors import CorruptFile
 from shared_core.events import console_once
 from shared_core.faults import inject
-from shared_core.resources import what_to_do
+from shared_core.resources import what_to_do, write_all
 
 #: (operation, shapes, dtypes, root or reduce operation): what a replayed call must match.
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...], int]
@@ -138,7 +138,6 @@ class GroupLog:
             self.nbytes += entry.nbytes
 
     def borrowed(self) -> Iterator[tuple[int, LogEntry]]:
-        """Entries whose results are the program's memory."""
         return ((seq, entry) for seq, entry in self.entries.items() if entry.borrowed)
 
     def drop(self, seq: int) -> None:
@@ -149,9 +148,7 @@ class GroupLog:
             self._pool.give(entry.results or entry.kept)
 
     def drop_before(self, boundary: int) -> None:
-        """Drop what was issued before step boundary ``boundary``. Stops at the first newer entry: they are mostly
-        in order.
-        """
+        """Drop what was issued before a step boundary, up to the first newer entry: mostly all of it."""
         gone = []
         for seq, entry in self.entries.items():
             if entry.boundary >= boundary:
@@ -184,7 +181,7 @@ class GroupLog:
             size = entry.nbytes
             for tensor in entry.results:
                 offset = file.seek(0, os.SEEK_END)
-                _write_all(file, tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                write_all(file.fileno(), tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
                 spilled.append((offset, tuple(tensor.shape), tensor.dtype))
             entry.spilled = spilled
             if entry.pooled:
@@ -217,11 +214,6 @@ class GroupLog:
                 _read_all(file, view.numpy().data, self.folder)
             out.append(flat)
         return out
-
-
-def _write_all(file: Any, data: memoryview) -> None:
-    while data:  # the kernel takes at most 2 GiB at once
-        data = data[file.write(data) :]
 
 
 def _read_all(file: Any, into: memoryview, folder: str) -> None:

@@ -49,7 +49,5 @@ def advice(logged: int, batches: int, budget: int) -> Advice:
 
 
 def segment_bytes(wanted: int, budget: int, ranks: int) -> int:
-    """Size of a file of one of ``ranks`` logs; without a budget ``wanted``. ``budget`` is that of all logs together; 0
-    is no limit.
-    """
+    """Size of a file of one of ``ranks`` logs: ``wanted``, or less with a budget for all together (0: none)."""
     return min(wanted, max(1, budget // (FILES * ranks))) if budget else wanted

@@ -147,12 +147,7 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def encode(key: Key, tensors: Sequence[torch.Tensor]) -> bytes:
-    """The header of a record.
-
-    Raises:
-        TypeError: JSON cannot hold the note.
-        ValueError: the header would be longer than :data:`HEADER_LIMIT`.
-    """
+    """The header of a record. Raises TypeError if JSON cannot hold the note, ValueError if it would be too long."""
     kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     text = json.dumps([key.channel, key.index, key.boundary, dict(key.note), kinds], separators=(",", ":")).encode()
     if len(text) > HEADER_LIMIT:
@@ -320,9 +315,7 @@ def _index_entries(text: bytes, end: int) -> list[Any] | None:
 
 
 def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
-    """Fill ``segment`` record by record; after damage, on from the next good header. Returns the keys of
-    damaged records.
-    """
+    """Fill ``segment`` record by record, past damage. Returns the keys of damaged records."""
     at, damaged = START, []
     while 0 <= at <= segment.size - FIXED:
         found = _frame_at(file, seed, segment.number, at, _RECORD, HEADER_LIMIT)

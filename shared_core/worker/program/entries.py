@@ -1,20 +1,23 @@
-"""Entry calls of the program (fit, validate, test, predict): numbered, and skipped by replacements where finished."""
+"""Entry calls of the program (fit, validate, test, predict): numbered, and skipped by replacements where finished; and
+what is kept for replacements beside step boundaries: plain data, numbers, and how many checkpoints the script has
+written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from shared_core.faults import inject
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime, groups_made, skip_groups
-from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.program.joining import Joining
-from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.boundaries import Joining, Publishing
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start_point import WorkerStart
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
-from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.publications import RecordKey, SharedMemoryPublisher, Tally
+from shared_core.worker.state.updates import Updates
 
 #: Numbers in a part of the program that lies in an epoch.
 _OF_AN_EPOCH = 3
@@ -60,12 +63,11 @@ class Entries:
         be from another call.
         """
         inject.point("entry")
-        start_point = self._start.start_point
-        start_point.prepare()
+        self._start.prepare()
         self._position.entry += 1
         self._runtime.enter_call(self._position.entry)
         try:
-            finished = start_point.finished(self._position.entry)
+            finished = self._start.finished(self._position.entry)
         except FileNotFoundError:
             self._fall_back(
                 f"rank {self._runtime.rank}: a call before the one in which the worker failed had ended with an "
@@ -127,3 +129,58 @@ class Entries:
     def _leave(self) -> None:
         """The script between two entry calls counts as start-up: it has a negative call number of its own."""
         self._runtime.enter_call(-2 - self._position.entry)
+
+
+class Notes:
+    def __init__(self, publisher: SharedMemoryPublisher, position: BoundaryPosition, start: WorkerStart) -> None:
+        self._publisher, self._position, self._start = publisher, position, start
+
+    def keep(self, kind: str, name: str, value: Any) -> None:
+        """Keep plain data under a kind and a name; see :meth:`kept`."""
+        self._start.settle()
+        self._publisher.records.add(RecordKey(self._position.entry, kind, name, self._position.boundaries), value)
+
+    def kept(self, kind: str) -> dict[str, Any]:
+        """What failed workers have kept under ``kind``, by name; the newest of each."""
+        return self._start.remembered(kind)
+
+    def tally(self, name: str) -> Tally:
+        """A number that a replacement finds as the failed worker left it: it counts what must not be done twice."""
+        return self._publisher.tally(name)
+
+
+_Result = TypeVar("_Result")
+
+
+class Saves:
+    """A replacement has the newest state of the optimizers. Until it comes to the update that is in it already, as in
+    the middle of gradient accumulation, it cannot write what the failed worker wrote there. It need not: others could
+    make that update only after the failed worker had written its file.
+    """
+
+    def __init__(
+        self, env: WorkerEnv, updates: Updates, notes: Notes, parts: StateParts, fall_back: Callable[[str], NoReturn]
+    ) -> None:
+        self._rank, self._name, self._fall_back = env.rank, f"saves.{env.restart}", fall_back
+        self._updates, self._notes = updates, notes
+        self._made = 0
+        self._finished: Tally | None = None
+        parts.register("swift.saves", lambda: self._made, self._restore)
+
+    def _restore(self, made: int) -> None:
+        self._made = made
+
+    def save(self, write: Callable[[bool], _Result]) -> _Result:
+        """Call ``write`` with whether the failed worker has written the optimizers' part, and this one cannot."""
+        if self._finished is None:
+            self._finished = self._notes.tally(self._name)
+        ahead = self._updates.state_version > self._updates.version
+        if ahead and self._made >= self._finished.value:
+            self._fall_back(
+                f"rank {self._rank}: the failed worker was writing a checkpoint between backward() and "
+                "optimizer.step(), and the others have made that update since: write it after optimizer.step()"
+            )
+        result = write(ahead)
+        self._made += 1
+        self._finished.value = max(self._finished.value, self._made)
+        return result

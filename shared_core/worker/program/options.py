@@ -28,11 +28,8 @@ class ProgramOptions:
         return self.env
 
     def check_told(self, options: Mapping[str, Any], *, late: bool = True) -> None:
-        """See that options of the script which the whole job goes by were told to the launcher. Where it was told
-        another value, that one wins. ``late``: the caller sees to those that a script may say alone.
-
-        Raises:
-            ConfigError: names one that was not.
+        """See that options of the script which the whole job goes by were told to the launcher, whose values win.
+        ``late``: the caller sees to those that a script may say alone. Raises ConfigError for one that was not told.
         """
         options = full_names(options)
         wanted = SwiftConfig.from_dict(options)

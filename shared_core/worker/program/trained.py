@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,26 +19,56 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.faults import inject
+from shared_core.protocol.progress_file import ProgressFile
+from shared_core.protocol.stragglers import PARTS
 from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
-from shared_core.worker.integrity import flips, support
-from shared_core.worker.program.step_clock import BACKWARD, DATA, FORWARD, StepClock
-from shared_core.worker.sharded.own import Owner, OwnState
+from shared_core.worker.integrity import flip, refuse_comparing
+from shared_core.worker.sharded.own import Owner, OwnState, refuse, sharded_modules
 from shared_core.worker.sharded.shard import SHARD, TrainedShard
-from shared_core.worker.sharded.support import refuse, sharded_modules
-from shared_core.worker.state.attached import Attached
+from shared_core.worker.state.attached import LAYERS_OFF, Attached, Layers, LeftoverGradients
 from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.external_mutation import UnoptimizedParameters
 from shared_core.worker.state.forward_pass import ForwardRecorder
-from shared_core.worker.state.layers import LAYERS_OFF, Layers
-from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import StateParts
 from shared_core.worker.state.overlapped import Overlapped, check
-from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
+from shared_core.worker.state.publications import UNOPTIMIZED
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.updates import Updates
+
+DATA, FORWARD, BACKWARD, UPDATE = range(len(PARTS))
+
+
+class StepClock:
+    """Tells the launcher, in ``progress``, the times of each step. The program's thread, or backward's."""
+
+    def __init__(self, runtime: Runtime, progress: ProgressFile) -> None:
+        self._compute_lock, self.progress = runtime.compute_lock, progress
+        self._part, self._since, self._waited = DATA, time.perf_counter(), 0.0
+        self._spent = [0.0] * len(PARTS)
+        self._handed_over = False
+
+    def enter(self, part: int) -> None:
+        """From now on the program is in this part of a step."""
+        now, waited = time.perf_counter(), self._compute_lock.waited_s
+        # What follows the last bucket of a backward is a wait for others, inside torch.
+        if not (self._handed_over and self._part == BACKWARD):
+            self._spent[self._part] += now - self._since - (waited - self._waited)
+        self._part, self._since, self._waited, self._handed_over = part, now, waited, False
+
+    def handed_over(self) -> None:
+        """DDP has handed over a bucket."""
+        self._handed_over = False  # up to here backward has computed
+        self.enter(BACKWARD)
+        self._handed_over = True
+
+    def boundary(self, number: int) -> None:
+        """A step boundary: the step before it is over."""
+        self.enter(DATA)
+        self.progress.step(number, self._spent)
+        self._spent = [0.0] * len(PARTS)
 
 
 class ForwardHook:
@@ -63,6 +94,7 @@ class Trained:
     Attributes:
         replicas: ranks that train the same parameters, where not all do (pipelines); else empty.
         shard: what this rank has of sharded models; None where there are none.
+        unoptimized: parameters that no optimizer steps; from :meth:`attach` on.
     """
 
     def __init__(
@@ -84,7 +116,7 @@ class Trained:
         self._overlaps = False
         self._handles: list[Any] = []
         self._alike = self._keeps_boundaries = self._meets = False
-        self._unoptimized: UnoptimizedParameters
+        self.unoptimized: UnoptimizedParameters
         self._leftover = LeftoverGradients()
         self.replicas: list[int] = []
         self.shard: OwnState | None = None
@@ -97,7 +129,6 @@ class Trained:
         replicas: Sequence[int] | None = None,
         sharded: bool = False,
     ) -> None:
-        """See :meth:`Job.attach`."""
         self._refuse_devices(modules)
         divided = sharded_modules(modules)
         if divided:
@@ -127,11 +158,11 @@ class Trained:
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         if self._config.state.verify_every and self._runtime.world_size > 1:
             operates, whole = self._runtime.operates, alike and not divided
-            support.refuse(self._config, self._buckets.modules, replicated, summed, whole=whole, operates=operates)
-        self._unoptimized = UnoptimizedParameters(replicated, summed)
+            refuse_comparing(self._config, self._buckets.modules, replicated, summed, whole=whole, operates=operates)
+        self.unoptimized = UnoptimizedParameters(replicated, summed)
         # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
         # A shard is published with all that was changed.
-        unoptimized = self._unoptimized if alike and not self._config.reroutes and not divided else None
+        unoptimized = self.unoptimized if alike and not self._config.reroutes and not divided else None
         self.updates.attach(
             replicated,
             undo=self._config.resizes,
@@ -156,7 +187,7 @@ class Trained:
         self._register(Attached(modules, replicated, alike=alike), whole=alike and not divided)
         self._parts.variables.attach(modules, optimizers)
         if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
-            inject.flips_by(partial(flips.flip, replicated))
+            inject.flips_by(partial(flip, replicated))
             self._handles.append(modules[0].register_forward_hook(_inject))
 
     @out_of_graphs
@@ -170,7 +201,6 @@ class Trained:
             self._buckets.forward_done(ddp)
 
     def bucket_handed_over(self, op: Op) -> None:
-        """DDP has handed over a bucket, which this operation reduces."""
         if self._overlaps:
             self._overlapped.bucket(op)
 
@@ -237,7 +267,7 @@ class Trained:
         register("swift.modes", attached.modes, attached.restore_modes)
         register("swift.with_gradients", attached.with_gradients, attached.restore_gradients)
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
-        register(UNOPTIMIZED, self._capture_unoptimized, self._unoptimized.restore)
+        register(UNOPTIMIZED, self._capture_unoptimized, self.unoptimized.restore)
 
     def _compare_layers(self, theirs: tuple[str, bool], here: tuple[str, bool]) -> None:
         if theirs != here or theirs[1]:
@@ -249,7 +279,6 @@ class Trained:
             )
 
     def keep_boundaries(self) -> None:
-        """See :meth:`Job.keep_boundaries`."""
         self._keeps_boundaries = True
         self.updates.outside.expect()
 
@@ -270,8 +299,6 @@ class Trained:
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
 
-    # -- at step boundaries -------------------------------------------------------------------------------------------
-
     def meet(self) -> None:
         """Make an operation of all ranks where the model has none, so that old results can be dropped. The end of such
         an operation tells each rank that the others have published the last step boundary.
@@ -280,7 +307,6 @@ class Trained:
             dist.all_reduce(torch.zeros(1))
 
     def unsettled(self) -> bool:
-        """See :meth:`Buckets.unsettled`."""
         return self._buckets.unsettled()
 
     def capture(self) -> dict[str, Any]:
@@ -339,14 +365,8 @@ class Trained:
             parameter = self.updates.replicated.parameters[index]
             parameter.grad = grad.to(parameter.device)
 
-    def publish_unoptimized(
-        self, publisher: SharedMemoryPublisher, boundary: int, values: Mapping[int, Any]
-    ) -> dict[int, int]:
-        """See :meth:`UnoptimizedParameters.publish`."""
-        return self._unoptimized.publish(publisher, boundary, values)
-
     def _capture_unoptimized(self) -> dict[int, torch.Tensor]:
-        return self._unoptimized.capture() if self.updates.outside.active or self._config.reroutes else {}
+        return self.unoptimized.capture() if self.updates.outside.active or self._config.reroutes else {}
 
 
 @out_of_graphs

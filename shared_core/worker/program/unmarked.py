@@ -47,9 +47,7 @@ class Unmarked:
         self._tell = tell
 
     def await_attach(self) -> None:
-        """The program has not asked to survive failures, and may never: count its updates until it attaches what it
-        trains.
-        """
+        """The program may never ask to survive failures: count its updates until it attaches."""
         register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import read_frontiers
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import GIVEN_UP, generation_key, go_key, plan_key
 from shared_core.protocol.plan import Plan, decide
 from shared_core.transport.store import Store
-from shared_core.waiting import Wait, ranks_text
+from shared_core.waiting import Wait, ranks_text, wait_for
+from shared_core.worker.comm.groups import GroupState
+from shared_core.worker.messages.archive import Archive
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.frontier_builder import FrontierBuilder
+from shared_core.worker.recovery.exchange import Donor
 
 Heard = TypeVar("Heard")
 
@@ -28,15 +31,70 @@ Heard = TypeVar("Heard")
 class Agreement:
     """What one rank says and hears before a generation is connected. Its watcher, its recovery threads and its
     program call.
+
+    Attributes:
+        boundaries: in a replacement, the step boundaries that the failed worker has published, or that are in a
+            checkpoint.
     """
 
-    def __init__(self, context: Context, frontier_builder: FrontierBuilder) -> None:
+    def __init__(self, context: Context, donor: Donor) -> None:
         self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
-        self._frontier_builder = frontier_builder
+        self._donor = donor
+        self.boundaries: tuple[StepBoundary, ...] = ()
         self._saying = threading.Lock()
         self._said: set[str] = set()
         self._plans: dict[int, Agreed] = {}
         self._gone = -1
+
+    # -- where this rank stands --------------------------------------------------------------------
+
+    def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
+        """Where this rank stands. Where replacements are admitted, with the step ``boundaries`` that it has passed."""
+        front = self._of_replacement() if self._lifecycle.joins else self._of_survivor()
+        return front if boundaries is None else replace(front, boundaries=tuple(boundaries))
+
+    def wait_limit(self, generation: int) -> tuple[float, str]:
+        """How long others are waited for in a generation, in seconds, and the name of that bound."""
+        limit_s, world = self._runtime.wait_timeout_s, self._runtime.world
+        if generation == 0 and world is not None and self._runtime.groups.longest_s(world) > limit_s:
+            # Nobody failed: the scripts come here when they do, as without this product.
+            return self._runtime.groups.longest_s(world), "time-out of the process group"
+        return limit_s, "detection.wait_timeout_s"
+
+    def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
+        """Block until ``ranks`` have set ``name`` in a generation. Returns the values in their order. ``what``: the
+        ranks are to do, for the line that a long wait prints. Raises GenerationAbandoned and WaitTimeout.
+        """
+        keys = {rank: f"{generation_key(generation)}/{name}/{rank}" for rank in ranks}
+        limit_s, bound = self.wait_limit(generation)
+        given_up = lambda: self._lifecycle.ended(generation)  # noqa: E731
+        wait_for(store, keys, given_up, limit_s, self._env.rank, what, bound=bound)
+        return store.multi_get(list(keys.values()))
+
+    def _of_replacement(self) -> Frontier:
+        return Frontier(
+            rank=self._env.rank,
+            incarnation=self._env.incarnation,
+            replacement=True,
+            version=0,
+            boundaries=self.boundaries,
+        )
+
+    def _of_survivor(self) -> Frontier:
+        with self._runtime.lock:
+            groups = {
+                name: _group_front(group, self._runtime.disk.archive) for name, group in self._runtime.groups.items()
+            }
+        return Frontier(
+            rank=self._env.rank,
+            incarnation=self._env.incarnation,
+            replacement=False,
+            version=self._donor.version,
+            boundaries=(),
+            groups=groups,
+            together=list(self._runtime.disk.together),
+            **self._donor.keeps,
+        )
 
     # -- what this rank says -----------------------------------------------------------------------
 
@@ -47,24 +105,14 @@ class Agreement:
         if not self._first(f"front/{generation}"):
             return
         key, world_size = generation_key(generation), self._env.world_size
-        store.set(f"{key}/front/{self._env.rank}", self._frontier_builder.front().to_json())
+        store.set(f"{key}/front/{self._env.rank}", self.front().to_json())
         if store.add(f"{key}/fronts", 1) != world_size:
             return
         inject.point("recovery.deciding")
-        agreed = self._decide(store, generation)
+        agreed = decided(store, {rank: f"{key}/front/{rank}" for rank in range(world_size)}, world_size, decide)
         store.compare_set(plan_key(generation), "", agreed.to_json())
         if agreed.plan is not None and not agreed.plan.boundaries:
             store.compare_set(go_key(generation), "", "1")
-
-    def _decide(self, store: Store, generation: int) -> Agreed:
-        keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in range(self._env.world_size)}
-        frontiers = read_frontiers(
-            dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys, self._env.world_size
-        )
-        try:
-            return Agreed(decide(frontiers))
-        except RecoveryFailed as error:
-            return Agreed(None, str(error))
 
     def say_ready(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
         """This replacement has come to where it joins. The last of ``replacements`` lets all others connect."""
@@ -119,12 +167,7 @@ class Agreement:
         return agreed.plan_or_fail()
 
     def go(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
-        """Block until all replacements have come to where they join.
-
-        Raises:
-            GenerationAbandoned: if the generation ends meanwhile.
-            WaitTimeout: if one does not come.
-        """
+        """Block until all replacements have come to where they join. Raises GenerationAbandoned and WaitTimeout."""
         what = self._lifecycle.why("reach the training loop", generation)
         name, others = f"{generation_key(generation)}/ready", set(range(self._env.world_size)) - set(replacements)
 
@@ -143,7 +186,7 @@ class Agreement:
         what: str,
         speaks: Callable[[], bool],
     ) -> Heard:
-        runtime, (limit_s, bound) = self._runtime, self._frontier_builder.wait_limit(generation)
+        runtime, (limit_s, bound) = self._runtime, self.wait_limit(generation)
         missing = lambda: f"{ranks_text(rank for rank in ranks if not come(rank))} {what}"  # noqa: E731
         wait = Wait(f"rank {self._env.rank}", missing, limit_s, bound=bound, speaks=speaks)
         while True:
@@ -154,3 +197,31 @@ class Agreement:
                 if (found := heard()) is not None:
                     return found
             wait.look()  # it asks the store, so not under the lock
+
+
+def decided(
+    store: Store, keys: dict[int, str], world_size: int, decide: Callable[[dict[int, Frontier]], Plan]
+) -> Agreed:
+    """What ``decide`` makes of the frontiers under ``keys``, by rank. Raises DamagedRecord if one is none."""
+    frontiers = read_frontiers(dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys, world_size)
+    try:
+        return Agreed(decide(frontiers))
+    except RecoveryFailed as error:
+        return Agreed(None, str(error))
+
+
+def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
+    received, sent = group.channels.watermarks()
+    entries = group.log.entries
+    on_disk = archive.indices(group.name) if archive is not None else ()
+    return GroupFrontier(
+        ranks=group.members,
+        next=group.next,
+        done=group.done.to_json(),
+        log=sorted({*(seq for seq, entry in entries.items() if entry.redo is None), *group.replay, *on_disk}),
+        exclusive=[seq for seq, entry in entries.items() if entry.redo is not None],
+        received=received,
+        sent=sent,
+        held=group.channels.held(),
+        over=group.over,
+    )

@@ -5,7 +5,6 @@ here, with what it has heard: the one place where a phase changes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared_core.events import EventLog
@@ -14,8 +13,8 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase, heard, transition
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.fatal_actions import FatalActions
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.comm.state import FatalActions
+from shared_core.worker.link import JobStore
 
 
 class Lifecycle:
@@ -84,19 +83,13 @@ class Lifecycle:
             return self.step(event)
 
     def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
-        """Change the phase. Returns what is to be done about it. Raises IllegalWorkerEvent if it cannot happen in
-        this phase.
-        """
+        """Change the phase, and return what is to be done about it. Raises IllegalWorkerEvent."""
         with self._runtime.lock:
             self.phase, actions = transition(self.phase, event)
             # In these it stays as it was, while the program's thread is in there.
             if self.phase not in (WorkerPhase.JOINING, WorkerPhase.ENDED):
                 self._runtime.starting = self.phase.answers
             return actions
-
-    def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until ``done()``, which an entry may make true; False after ``timeout_s``. Callers hold the lock."""
-        return self._runtime.changed.wait_for(done, timeout_s)
 
     def why(self, do: str, generation: int) -> str:
         """What ranks are waited for to do, and why it takes long, for the line that says so."""

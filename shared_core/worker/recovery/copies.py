@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared_core.errors import GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError, WaitTimeout
@@ -21,10 +21,10 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.generation import copy_key, still_key
 from shared_core.system import threads
 from shared_core.waiting import Wait, poll, wait_for
-from shared_core.worker.comm.connections import MAX_ATTEMPTS
+from shared_core.worker.comm.generations import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.fatal_actions import EXIT_STALE
+from shared_core.worker.comm.state import EXIT_STALE
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.transfer import nbytes, receive, send
 from shared_core.worker.state.incremental_copy import (
@@ -46,8 +46,8 @@ from shared_core.worker.state.updates import Updates
 class Sent:
     """Bytes that a copy has sent so far, and when it began (``time.monotonic()``)."""
 
-    nbytes: int
-    began: float
+    nbytes: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
@@ -129,9 +129,7 @@ class Taking:
         return self._ended.is_set()
 
     def finish(self, states: list[list[Any]]) -> str:
-        """Block until all is here, in the order of ``states``, the donor's. Returns why it will not be; empty if it is.
-        Raises WaitTimeout if it does not come.
-        """
+        """Block until all is here, in the order ``states``. Returns why not, or empty. Raises WaitTimeout."""
         wait = Wait(
             f"rank {self._runtime.rank}",
             f"rank {self._inner.members[self._donor]} to send the last updates",
@@ -147,13 +145,8 @@ class Taking:
         return self.failed
 
     def stop(self) -> None:
-        """Cut the connection and wait for the thread."""
-        self._runtime.connections.drop_side(self._inner)
+        self._runtime.generations.drop_side(self._inner)
         self._thread.join()
-
-
-def started() -> Sent:
-    return Sent(0, time.monotonic())
 
 
 #: Longest that a donor may take to answer, in seconds: a thread of it waits for the question.
@@ -191,7 +184,7 @@ class StateCopies:
         for attempt in range(MAX_ATTEMPTS):
             try:
                 name = f"copy{replacement}.{attempt}"
-                return self._runtime.connections.side_group(
+                return self._runtime.generations.side_group(
                     name, sorted((replacement, donor)), generation, attempt=attempt
                 )
             except NotConnected:
@@ -201,9 +194,7 @@ class StateCopies:
     # -- giving: a thread for each replacement --------------------------------------------------------
 
     def offer(self) -> None:
-        """A failure is announced, and this worker continues: start a thread for each replacement that it is to give
-        its state.
-        """
+        """A failure is announced: start a thread for each replacement that this worker gives its state."""
         with self._runtime.lock:
             generation, absent = self._runtime.latest, self._runtime.absent
         mine = absent.intersection(self._replicas() or range(self._env.world_size))
@@ -222,7 +213,7 @@ class StateCopies:
         if incremental_copy is None:
             store.set(f"{key}/answer", "no")
             return
-        sent = started()
+        sent = Sent()
         self._events.emit("copying", rank=rank, generation=generation, donor=self._env.rank)
         try:
             store.set(f"{key}/answer", "yes")
@@ -239,7 +230,7 @@ class StateCopies:
         try:
             give(inner, inner.members.index(rank), self._updates, incremental_copy, sent)
         finally:
-            self._runtime.connections.drop_side(inner)
+            self._runtime.generations.drop_side(inner)
 
     def _say(self, rank: int, generation: int, incremental_copy: IncrementalCopy, sent: Sent) -> None:
         fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": incremental_copy.failed}
@@ -301,7 +292,6 @@ class StateCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether :meth:`complete` is to be called."""
         return self._taking is not None
 
     def complete(self) -> None:

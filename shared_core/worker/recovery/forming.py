@@ -16,15 +16,18 @@ from typing import NoReturn
 from shared_core.errors import GenerationAbandoned
 from shared_core.events import console
 from shared_core.faults import inject
+from shared_core.protocol.admission import admit
+from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
-from shared_core.protocol.rounds import Round
+from shared_core.protocol.rounds import Round, ranks_in
 from shared_core.protocol.worker_phase import WorkerEvent
-from shared_core.waiting import ranks_text
+from shared_core.transport.store import Store
+from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.fatal_actions import EXIT_STALE, wait_for_change
+from shared_core.worker.comm.state import EXIT_STALE, wait_for_change
 from shared_core.worker.messages.group_log import Logged
-from shared_core.worker.recovery.agreement import Agreement
+from shared_core.worker.recovery.agreement import Agreement, decided
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.transfer import StillWriting
@@ -48,7 +51,7 @@ class Comparison:
 
 
 class Forming:
-    """Forms generations on the thread that calls.
+    """Forms generations on the thread that calls, and admits replacements to them.
 
     Attributes:
         target: the step boundary that a replacement has prepared for; None for the beginning of the script.
@@ -124,39 +127,6 @@ class Forming:
         inject.point("recovery.installed")
         return received
 
-    def connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
-        """Connect the members of a round, and move what its plan says; in the last round in the default group. Raises
-        what :meth:`Exchange.connect` raises.
-        """
-        members = turn.members(self._env.world_size) if turn.away else None
-        return self._connect(plan, turn.generation, members)
-
-    def install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
-        """The replacements of a round are in: take over what was moved. While others are absent, or if another failure
-        has ended the generation, it does not go live. ``inner``: what :meth:`connect_round` gave; None if it was
-        abandoned with the replacements in.
-        """
-        runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
-        with runtime.lock:
-            late = lifecycle.ended(turn.generation)
-            live = not late and not turn.away
-            if not late:
-                runtime.absent = turn.away
-            if not live:
-                runtime.broken = True
-            lifecycle.step(
-                WorkerEvent.ADMITTED if live else WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME
-            )
-            if live or joins:
-                runtime.generation = turn.generation
-            if joins:
-                self._take_place(plan)
-            self.comparison = Comparison(turn.generation, plan.newest + 1, turn.members(self._env.world_size))
-        if not live and inner is not None:
-            inner.discard()
-        runtime.generations.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
-        return self._exchange.take()
-
     def _connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
         """As :meth:`Exchange.connect`; exits where a cut message may still arrive in the parameters."""
         try:
@@ -225,5 +195,101 @@ class Forming:
         runtime.expected = {} if skips else self._publisher.input_checksums.read()
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
-        """See :meth:`OperationListener.made_again`."""
         return self._boundary, self._for_later.pop(group, {})
+
+    # -- rounds: replacements that have asked to join, on the program's thread of all members ----------
+
+    def admit(self, turn: Round) -> Received:
+        """Admit the replacements of a round; all survivors stand at the same step boundary. Blocks.
+
+        Raises:
+            GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
+            RecoveryFailed: if they cannot be admitted.
+            WaitTimeout: if a rank does not take part in time.
+            DamagedRecord: what another rank has said is no frontier, or no plan.
+        """
+        store = self._store.below()
+        plan = self._plan_round(turn, store)
+        inner = self._agree_on_round(turn, plan, store)
+        received = self._install_round(turn, plan, inner)
+        inject.point("recovery.installed")
+        return received
+
+    def _plan_round(self, turn: Round, store: Store) -> Plan:
+        rank, name, members = self._env.rank, turn.name, turn.members(self._env.world_size)
+        frontiers, plan = {each: f"{name}/front/{each}" for each in members}, f"{name}/plan"
+        newest: Sequence[StepBoundary] = self._publisher.boundaries()[-1:]
+        store.set(frontiers[rank], self._agreement.front(newest).to_json())
+        if store.add(f"{name}/fronts", 1) == len(members):
+            inject.point("recovery.deciding")
+            absent = self._lifecycle.entries[turn.generation].absent or ()
+            agreed = decided(store, frontiers, self._env.world_size, lambda found: admit(found, absent))
+            store.set(plan, agreed.to_json())
+
+        def come(each: int) -> bool:
+            return bool(store.check([frontiers[each]]))
+
+        def what() -> str:
+            missing = ranks_text(each for each in members if not come(each))
+            return f"{missing} to take part in letting {ranks_text(turn.ranks)} in"
+
+        def speaks() -> bool:
+            return not any(come(each) for each in members if each < rank)
+
+        limit_s, bound = self._agreement.wait_limit(turn.generation)
+        wait = Wait(f"rank {rank}", what, limit_s, bound=bound, speaks=speaks)
+        poll(lambda: store.check([plan]), lambda: self._lifecycle.ended(turn.generation), wait)
+        return Agreed.from_json(store.get(plan), plan, self._env.world_size).plan_or_fail()
+
+    def _agree_on_round(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
+        """Connect, move, and settle whether the replacements are in. Returns the connected group, or None if another
+        failure has ended the generation with the replacements in. Raises GenerationAbandoned if it has ended
+        without them.
+        """
+        inner = None
+        try:
+            inner = self._connect_round(turn, plan)
+            # The first says whether the replacements are in: one of us, or an agent that has seen another failure.
+            said = store.compare_set(turn.key, "", turn.word)
+            inject.point("survivor_group.agreed")
+        except GenerationAbandoned:
+            # Somebody may have come further than we did. Then all have got to the barrier, with all that they need.
+            if not store.check([turn.key]):
+                raise
+            said = store.get(turn.key)
+        if ranks_in(said, turn.key, turn.absent) == turn.ranks:
+            return inner
+        if inner is not None:
+            inner.discard()
+        raise GenerationAbandoned("another failure came first")
+
+    def _connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
+        """Connect a round, the last one in the default group, and move. Raises as :meth:`Exchange.connect`."""
+        members = turn.members(self._env.world_size) if turn.away else None
+        return self._connect(plan, turn.generation, members)
+
+    def _install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
+        """The replacements of a round are in: take over what was moved. While others are absent, or if another failure
+        has ended the generation, it does not go live. ``inner``: what :meth:`_connect_round` gave; None if it was
+        abandoned with the replacements in.
+        """
+        runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
+        with runtime.lock:
+            late = lifecycle.ended(turn.generation)
+            live = not late and not turn.away
+            if not late:
+                runtime.absent = turn.away
+            if not live:
+                runtime.broken = True
+            lifecycle.step(
+                WorkerEvent.ADMITTED if live else WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME
+            )
+            if live or joins:
+                runtime.generation = turn.generation
+            if joins:
+                self._take_place(plan)
+            self.comparison = Comparison(turn.generation, plan.newest + 1, turn.members(self._env.world_size))
+        if not live and inner is not None:
+            inner.discard()
+        runtime.generations.go_live(turn.generation, inner if live else None, plan.redo, plan.received)
+        return self._exchange.take()

@@ -39,7 +39,6 @@ class PlaceReports:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Start the thread, where there are several machines."""
         if len(self._env.machines) > 1:
             at_end(self._finish)
             threads.start(self._run, name="swift-places")

@@ -16,16 +16,17 @@ import torch.distributed as dist
 from shared_core.events import console_once
 from shared_core.system import threads
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.comm.op import ComputeLock
 from shared_core.worker.messages import log_budget
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.log_budget import Advice
 from shared_core.worker.recovery.exchange import Replaying
 
 
-class Commits:
-    """Cuts the log on disk back, and keeps it within its budget.
+class Replays:
+    """Replays of this worker, and of others that it helps; and the log on disk for them, which is cut back and kept
+    within its budget.
 
     Args:
         newest_boundary: step boundary of the newest checkpoint that this rank knows to be committed; 0 for none.
@@ -33,6 +34,7 @@ class Commits:
         budget: ``log.budget_bytes``; 0 is no limit.
 
     Attributes:
+        own: set in a replacement that runs from a checkpoint, or from the beginning, until its replay has ended.
         presses: in rank 0: the logs since the last checkpoint take their part of the budget, so one is to be made.
         pressed: in rank 0: the last checkpoint was made for that reason.
     """
@@ -45,16 +47,51 @@ class Commits:
         due_boundary: Callable[[], int],
         budget: int,
     ) -> None:
-        self._runtime, self._log, self._newest_boundary, self._due_boundary = (
-            runtime,
-            log,
-            newest_boundary,
-            due_boundary,
-        )
-        self._rank, self._world_size, self._budget = runtime.rank, runtime.world_size, budget
+        self._runtime, self._log = runtime, log
+        self._newest_boundary, self._due_boundary, self._budget = newest_boundary, due_boundary, budget
+        self._rank, self._world_size = runtime.rank, runtime.world_size
+        self._helper: Callable[[Replaying], None] | None = None
+        self.own: Replaying | None = None
         self._mark: tuple[Any, torch.Tensor, int] | None = None
         self._seen_due = 0
         self.presses = self.pressed = False
+
+    def begin(self, replaying: Replaying | None) -> None:
+        """This replacement replays what the failed worker did; None: nothing is to be replayed."""
+        self.own = replaying
+
+    def end(self) -> None:
+        self.own = None
+
+    def regroup(self, together: Sequence[int]) -> None:
+        """From now on these ranks, this one among them, start again together: messages between them are not logged."""
+        self._log.regroup(together, self._runtime.boundary)
+
+    def note_messages(self, note: dict[str, Any]) -> None:
+        """Set the note in the log on disk of the messages sent from now on; plain data."""
+        self._log.describe(note)
+
+    def help(self, helper: Callable[[Replaying], None]) -> None:
+        """``helper`` is called, on a thread, when others replay. To be called on the program's thread."""
+        self._runtime.compute_lock.begin()
+        self._helper = helper
+
+    def begun(self, replaying: Replaying) -> None:
+        if self._helper is not None:
+            threads.start(self._helper, (replaying,), name="swift-help")
+
+    @property
+    def compute_lock(self) -> ComputeLock:
+        return self._runtime.compute_lock
+
+    def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
+        """A group of some ranks for the time of a replay; see :meth:`Generations.side_group`."""
+        return self._runtime.generations.side_group(name, ranks, replaying.generation)
+
+    def drop_side(self, inner: InnerGroup) -> None:
+        self._runtime.generations.drop_side(inner)
+
+    # -- what the ranks agree to keep of the log ----------------------------------------------------
 
     def mark(self) -> None:
         """Tell all ranks, by an all-reduce on the default group, that this one has published a step boundary, and which
@@ -86,9 +123,7 @@ class Commits:
         return kept + logged
 
     def _share(self, kept: list[int], logged: list[int], boundary: int) -> None:
-        """Take this rank's lease, and find out whether the logs need a checkpoint. They were measured
-        at ``boundary``.
-        """
+        """Take this rank's lease; see whether logs, measured at ``boundary``, need a checkpoint."""
         self._log.lease(log_budget.leases(kept, self._budget)[self._rank])
         if self._rank or boundary < self._due_boundary():
             return
@@ -103,54 +138,3 @@ class Commits:
                 "checkpoint is written so soon. When it is full, messages wait in memory, up to log.ring_bytes; then "
                 f"nothing is logged until the next checkpoint. Set it to {least} at least, or log less (log.groups)",
             )
-
-
-class Replays:
-    """Replays of this worker, and of others that it helps.
-
-    Attributes:
-        commits: by which the ranks agree how much of the log is kept.
-        own: set in a replacement that runs from a checkpoint, or from the beginning, until its replay has ended.
-    """
-
-    def __init__(self, runtime: Runtime, log: DiskLog, commits: Commits) -> None:
-        self._runtime, self._log, self.commits = runtime, log, commits
-        self._helper: Callable[[Replaying], None] | None = None
-        self.own: Replaying | None = None
-
-    def begin(self, replaying: Replaying | None) -> None:
-        """This replacement replays what the failed worker did; None: nothing is to be replayed."""
-        self.own = replaying
-
-    def end(self) -> None:
-        self.own = None
-
-    def regroup(self, together: Sequence[int]) -> None:
-        """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._log.regroup(together, self._runtime.boundary)
-
-    def note_messages(self, note: dict[str, Any]) -> None:
-        """Set the note in the log on disk of the messages sent from now on; plain data."""
-        self._log.describe(note)
-
-    def help(self, helper: Callable[[Replaying], None]) -> None:
-        """Have ``helper`` called, on a thread, when others replay while this worker waits for them. Call it on the
-        program's thread.
-        """
-        self._runtime.compute_lock.begin()
-        self._helper = helper
-
-    def begun(self, replaying: Replaying) -> None:
-        if self._helper is not None:
-            threads.start(self._helper, (replaying,), name="swift-help")
-
-    @property
-    def compute_lock(self) -> ComputeLock:
-        return self._runtime.compute_lock
-
-    def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
-        """A group of some ranks for the time of a replay; see :meth:`Connections.side_group`."""
-        return self._runtime.connections.side_group(name, ranks, replaying.generation)
-
-    def drop_side(self, inner: InnerGroup) -> None:
-        self._runtime.connections.drop_side(inner)

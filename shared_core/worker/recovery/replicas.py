@@ -33,9 +33,7 @@ _APART = (
 
 @dataclass(frozen=True)
 class ReplicaSums:
-    """Checksums of a rank's replicated state, by parameter, and how many optimizer steps it contained when its last
-    part was summed.
-    """
+    """Checksums of replicated state, by parameter, and its version when the last part was summed."""
 
     version: Count
     sums: list[int]
@@ -95,9 +93,7 @@ class Replicas:
             threads.start(self._judge, args, name="swift-compare")
 
     def _sum(self, state: Replicated, due: Comparison, *, last: bool) -> list[int] | None:
-        """Sum the next part of the state, or with ``last`` all that is left. Returns the checksums of all, by
-        parameter, when it is the last part.
-        """
+        """Sum the next part of the state, or all with ``last``. Returns all sums, by parameter, at the end."""
         found = state.summed(self._updates.outside.local)
         tensors = [data for _, _, data in found]
         sizes = [data.nbytes for data in tensors]

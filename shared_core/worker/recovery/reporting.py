@@ -19,12 +19,8 @@ Listener = Callable[[dict[str, Any]], None]
 
 
 class RecoveryReporter:
-    """The recoveries of one worker. The program's thread calls; :meth:`recovered` and :meth:`rerouted` are for
-    recovery threads.
-
-    Args:
-        updates: says how many steps were made again.
-        rolled_back: called when replacements have gone back to a checkpoint.
+    """The recoveries of one worker. The program's thread calls; :meth:`recovered` and :meth:`rerouted` are for recovery
+    threads. ``rolled_back`` is called when replacements have gone back to a checkpoint.
     """
 
     def __init__(self, context: Context, updates: Updates, rolled_back: Callable[[], None]) -> None:
@@ -46,9 +42,7 @@ class RecoveryReporter:
         self._stalled_since: float | None = None
 
     def begin(self, env: WorkerEnv) -> None:
-        """Report for the worker that ``env`` describes; again in a forked copy of the process, where those that listen
-        stay.
-        """
+        """Be that of the worker of ``env``; again in a forked copy, where those that listen stay."""
         self._original = env.incarnation == 0
         self._first = env.rank == 0 and self._original
         self._awaited = {"rank": env.rank} if self._first and env.restart else None
@@ -106,15 +100,11 @@ class RecoveryReporter:
         self._stalled_since = fields["detected"]
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor that continues without a failed rank. ``detected`` is in seconds since
-        the epoch.
-        """
+        """Recovery thread of a survivor that continues. ``detected`` is in seconds since the epoch."""
         self._stalled_since = detected
 
     def began(self, boundary: int, whence: str) -> None:
-        """This worker has reached the step boundary that it begins from. ``whence`` is the checkpoint that all begin
-        from, in words; empty if it is none.
-        """
+        """The place it begins from is reached. ``whence``: the checkpoint of all, in words; else empty."""
         self._line = (boundary, whence)
         if self._awaited is not None:
             self._awaited |= {"boundary": boundary, "whence": whence}
@@ -122,9 +112,7 @@ class RecoveryReporter:
             console(f"the job continues from {whence}")
 
     def passed(self) -> None:
-        """This worker has come to a batch. The first worker of rank 0 says when that is its first, and from where
-        it began.
-        """
+        """This worker has come to a batch; rank 0's first worker says when that is its first."""
         if self._begun:
             return
         self._begun = True
@@ -138,15 +126,12 @@ class RecoveryReporter:
         if self._updates.version <= self._until:
             return  # it catches up with the others
         if self._from_scratch and any(group.replay for group in self._runtime.groups.values()):
-            self._say_behind()
+            if not self._behind:
+                self._behind = True
+                self._report({"rank": self._runtime.rank, "pid": os.getpid(), "time": time.time(), "behind": True})
             return
         said, self._awaited = self._awaited, None
         self._report({"pid": os.getpid(), "time": time.time()} | (said or {}))
-
-    def _say_behind(self) -> None:
-        if not self._behind:
-            self._behind = True
-            self._report({"rank": self._runtime.rank, "pid": os.getpid(), "time": time.time(), "behind": True})
 
     def updated(self) -> None:
         if self._awaited is not None:

@@ -26,9 +26,9 @@ from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
 from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.frontier_builder import FrontierBuilder
+from shared_core.worker.recovery.exchange import Donor
 from shared_core.worker.state.publication_file import read_file
 from shared_core.worker.state.publications import TALLY, SharedMemoryPublisher
 
@@ -150,10 +150,10 @@ def _between(
 class Draining:
     """What one worker does when the number of workers changes. Each method runs on its own thread."""
 
-    def __init__(self, context: Context, donor: Donor, frontier_builder: FrontierBuilder) -> None:
+    def __init__(self, context: Context, donor: Donor, agreement: Agreement) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._donor, self._frontier_builder = donor, frontier_builder
+        self._donor, self._agreement = donor, agreement
 
     def drain_for_resize(self, entry: Entry) -> None:
         """Write the state. If that cannot be done, the launcher is told, and failed workers are replaced after all."""
@@ -197,4 +197,4 @@ class Draining:
             self._store.tell("handed", {"generation": generation, "boundary": cut.boundary})
 
     def _collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
-        return self._frontier_builder.collect(store, name, ranks, generation, f"{what} (the number of workers changes)")
+        return self._agreement.collect(store, name, ranks, generation, f"{what} (the number of workers changes)")

@@ -6,28 +6,107 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shared_core.errors import CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, Unsupported
+from shared_core.faults import inject
+from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.frontier import StepBoundary
+from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.transport.store import Below
+from shared_core.waiting import FOREVER_S
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
-from shared_core.worker.fatal_actions import EXIT_STALE
+from shared_core.worker.comm.state import EXIT_STALE
+from shared_core.worker.link import JobStore, connect_store
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Received, unpack_rank
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.resize import take_over
-from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.start import truncation
+from shared_core.worker.start import hot_standby, truncation
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
-from shared_core.worker.state.orders import StateOrders
-from shared_core.worker.state.records import Records
+from shared_core.worker.state.publications import Records, SharedMemoryPublisher, StateOrders
 from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin
+
+
+class Spare:
+    """The part of a worker that is a hot standby, until it has a place; ``waits`` while it has none. In all others it
+    does nothing. The publications are those of its rank, which the living worker writes.
+    """
+
+    def __init__(self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher) -> None:
+        self._store, self._publisher = store, publisher
+        self.begin(env, forked=False)
+
+    def begin(self, env: WorkerEnv, *, forked: bool) -> None:
+        """Be that of the worker that ``env`` describes. ``forked``: it is a copy of the worker whose place it may take,
+        and has not run the script itself.
+        """
+        self._env, self._forked = env, forked
+        self.waits = env.spare
+        #: Whether entry calls were finished, as far as this one has asked, and ends of calls that it has passed.
+        self._finished: dict[int, bool] = {}
+        self._passed: list[int] = []
+        self._then: list[Callable[[], None]] = []
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run when there is a place."""
+        self._then.append(call)
+
+    def finished(self, entry: int) -> bool:
+        """Whether the worker of the rank has finished an entry call by now. Remembers the answer for :meth:`serves`."""
+        self._finished[entry] = self._publisher.has_end(entry)
+        return self._finished[entry]
+
+    def passes_end(self, entry: int) -> bool:
+        """Whether the worker of the rank has continued from the end of this entry call, so that this one does, too."""
+        newest = self._publisher.boundaries()[-1:]
+        if not newest or (newest[0].entry, newest[0].kind) == (entry, "end"):
+            return False
+        self._passed.append(entry)
+        return True
+
+    def await_place(self) -> int:
+        """Block until the place is free. Returns the generation in which this worker is to take it. The process exits
+        if it can never take the place, or the agent is gone. Raises DamagedRecord if what the launcher has said is
+        no generation.
+        """
+        env = self._env
+        if any(boundary.replicas == [env.rank] for boundary in self._publisher.boundaries()):
+            os._exit(EXIT_UNFIT)
+        until = next((str(self._publisher.end_file(e)) for e, ended in self._finished.items() if not ended), "")
+        # It blocks, so it has a connection of its own.
+        store = Below(connect_store(FOREVER_S, env), env.prefix)
+        self._store.prepared(asdict(Prepared(env.rank, env.incarnation, os.getpid(), until, self._forked)))
+        inject.point("spare.waits")
+        key = place_key(env.rank, env.incarnation)
+        try:
+            store.wait([key])
+            raw = store.get(key)
+        except RuntimeError:
+            os._exit(1)  # the store is gone: so is the agent
+        generation: int = decode(raw, Count, key)
+        hot_standby.take_place(generation)
+        return generation
+
+    def take_place(self) -> None:
+        self.waits = False
+        self._publisher.look_again()
+        for call in self._then:
+            call()
+
+    def serves(self, target: StepBoundary | None, finished: Callable[[int], bool]) -> bool:
+        """Whether the way that this one has come leads to ``target``, its place; None where the others do not wait for
+        this one. ``finished`` says whether an entry call was finished, as it is known now.
+        """
+        behind = target is not None and target.kind == "end" and target.entry in self._passed
+        return not behind and all(finished(entry) == ended for entry, ended in self._finished.items())
+
 
 #: Result and state at the end of an entry call.
 EntryEnd = tuple[Any, dict[str, Any]]
@@ -46,7 +125,6 @@ class StartPoint:
         return "same"
 
     def has_finished(self, entry: int) -> bool:
-        """Whether the failed worker had finished an entry call."""
         return False
 
     def finished(self, entry: int) -> EntryEnd | None:
@@ -173,28 +251,55 @@ class FromBoundary(StartPoint):
         return Restored(boundary, parts, {}, self.records(), *state, owned=True), received
 
 
-class Arrival:
-    """Finds the start point of one worker, and takes the program there. Used by the program's thread."""
+class WorkerStart:
+    """Finds where one worker begins, and takes the program there. Used by the program's thread.
+
+    Args:
+        presses: whether the logs on disk need a checkpoint; asked in rank 0.
+
+    Attributes:
+        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is not.
+    """
 
     def __init__(
         self,
-        env: WorkerEnv,
+        context: Context,
         recovery: WorkerRecovery,
         survivor_groups: SurvivorGroups,
-        checkpoints: Checkpoints,
         updates: Updates,
+        parts: StateParts,
         spare: Spare,
         position: BoundaryPosition,
+        presses: Callable[[], bool],
     ) -> None:
-        self.spare, self._position = spare, position
-        self._env, self._recovery, self._updates = env, recovery, updates
-        self._survivor_groups, self._checkpoints = survivor_groups, checkpoints
+        self._recovery, self._survivor_groups = recovery, survivor_groups
+        self._updates, self._parts, self.spare, self._position = updates, parts, spare, position
+        self._presses = presses
+        self.begin(context)
+
+    def begin(self, context: Context) -> None:
+        """Say where the checkpoints of the worker of ``context`` are made, and find the one from which it starts; again
+        in a forked copy of the process, and with options of checkpoints that the script has given.
+        """
+        self._context, env, config, recovery = context, context.env, context.env.config, self._recovery
+        checkpoints = self.checkpoints = Checkpoints(context, self._updates, self._presses)
+        if config.reroutes:
+            checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
+        if (pricing := checkpoints.pricing) is not None:
+            self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         # A replacement whose failed worker has passed a step boundary mostly starts there.
         passed = env.spare or (env.incarnation > 0 and bool(recovery.publisher.boundaries()))
-        self._start_point = StartPoint(recovery, updates) if passed else self._place_of_all()
+        self._start_point = StartPoint(recovery, self._updates) if passed else self._place_of_all()
         self._decided = env.incarnation == 0
         self._peeked: dict[str, Any] | None = None
         self._note(joining=env.incarnation > 0 or isinstance(self._start_point, FromCheckpoint))
+        self.orders: StateOrders | None = None
+        if config.resizes or (config.checkpoint.dir is not None and not config.reroutes):
+            self.orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
+
+    def use(self, env: WorkerEnv) -> None:
+        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
+        self.begin(replace(self._context, env=env))
 
     @property
     def joining(self) -> bool:
@@ -205,9 +310,7 @@ class Arrival:
         self._position.note_start(joining, self._start_point.origin)
 
     def prepare(self) -> None:
-        """Replacement: decide where to begin, before the user's code has done anything that depends on it. Blocks. A
-        hot standby does nothing until it has a place.
-        """
+        """Replacement: decide where to begin; blocks. A hot standby does nothing until it has a place."""
         if self.spare.waits:
             return
         self._recovery.prepare()
@@ -226,7 +329,7 @@ class Arrival:
         saved = None
         if target.saved:
             try:
-                saved = self._checkpoints.own.at(target.index)
+                saved = self.checkpoints.own.at(target.index)
             except CorruptFile as error:  # since it was looked at
                 recovery.fatal_actions.fall_back(str(error))
             recovery.publisher.complete(saved.records, saved.ends)
@@ -235,12 +338,12 @@ class Arrival:
 
     def _place_of_all(self) -> StartPoint:
         """What the workers of this attempt start from."""
-        env, fatal_actions, found = self._env, self._recovery.fatal_actions, None
+        env, fatal_actions, found = self._context.env, self._recovery.fatal_actions, None
         try:
             if env.restart or env.config.continues:
-                found = self._checkpoints.newest()
+                found = self.checkpoints.newest()
             else:
-                self._checkpoints.start_from_scratch()
+                self.checkpoints.start_from_scratch()
             if env.resized is not None and (found is None or found.boundary.index < env.resized.boundary):
                 found = take_over(env, env.resized)
         except (CorruptFile, RecoveryFailed) as error:
@@ -268,7 +371,7 @@ class Arrival:
         """Hot standby: be the replacement of a failed worker. The process exits if it cannot be."""
         self.spare.take_place()
         self._recovery.lifecycle.born_in(generation)
-        self._checkpoints.look_at_failed_worker()
+        self.checkpoints.look_at_failed_worker()
         self.prepare()
         found = self._start_point
         target = found.target if isinstance(found, FromBoundary) else None
@@ -279,9 +382,7 @@ class Arrival:
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
-        """This replacement is in, and the failed worker had passed no step boundary: it begins as the first
-        workers did.
-        """
+        """The failed worker had passed no step boundary: this one begins as the first workers did."""
         self._note(joining=isinstance(self._start_point, FromCheckpoint))
         truncation.stop()
 
@@ -344,51 +445,3 @@ class Arrival:
         self._start_point = StartPoint(self._recovery, self._updates)
         self._note(joining=False)
         return whence
-
-
-class WorkerStart:
-    """The start of one worker.
-
-    Args:
-        presses: whether the logs on disk need a checkpoint; asked in rank 0.
-
-    Attributes:
-        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is not.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        recovery: WorkerRecovery,
-        survivor_groups: SurvivorGroups,
-        updates: Updates,
-        parts: StateParts,
-        spare: Spare,
-        position: BoundaryPosition,
-        presses: Callable[[], bool],
-    ) -> None:
-        self._recovery, self._survivor_groups = recovery, survivor_groups
-        self._updates, self._parts, self._spare, self._position = updates, parts, spare, position
-        self._presses = presses
-        self.begin(context)
-
-    def begin(self, context: Context) -> None:
-        """Say where the checkpoints of the worker of ``context`` are made, and find the one from which it starts; again
-        in a forked copy of the process, and with options of checkpoints that the script has given.
-        """
-        self._context, config, recovery = context, context.env.config, self._recovery
-        checkpoints = self.checkpoints = Checkpoints(context, self._updates, self._presses)
-        if config.reroutes:
-            checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
-        if (pricing := checkpoints.pricing) is not None:
-            self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        self.start_point = Arrival(
-            context.env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare, self._position
-        )
-        self.orders: StateOrders | None = None
-        if config.resizes or (config.checkpoint.dir is not None and not config.reroutes):
-            self.orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
-
-    def use(self, env: WorkerEnv) -> None:
-        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
-        self.begin(replace(self._context, env=env))

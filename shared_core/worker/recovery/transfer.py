@@ -22,6 +22,7 @@ from shared_core.system import threads
 from shared_core.waiting import Wait
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
 from shared_core.worker.spans import Span, bundled
+from shared_core.worker.state.checksums import raw_bytes
 from shared_core.worker.state.replicated import pack, unpack
 
 _TAG = 2**30
@@ -34,16 +35,14 @@ class StillWriting(GenerationAbandoned):
 
 
 def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-    """Send plain data and tensors to a member of the group, which calls :func:`receive`. Tensors may be on a device,
-    which is waited for.
-    """
+    """Send plain data and tensors to a member, which calls :func:`receive`. Devices are waited for."""
     await_all(apart(tensors))
     packed = pack({"head": head, "layout": layout(tensors)})
 
     def messages() -> Iterator[Message]:
         yield torch.tensor([packed.numel()]), ()
         yield packed, ()
-        yield from _messages([_flat(t) for t in tensors], whole(tensors), gather=True)
+        yield from _messages([raw_bytes(t) for t in tensors], whole(tensors), gather=True)
 
     _outgoing(inner, destination, messages())
 
@@ -75,14 +74,14 @@ def receive(
     described = unpack(packed)
     tensors = room(described["layout"])
     if tensors:
-        get(_messages([_flat(t) for t in tensors], whole(tensors), gather=False))
+        get(_messages([raw_bytes(t) for t in tensors], whole(tensors), gather=False))
     return described["head"], tensors
 
 
 def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
     """Send parts of tensors whose layout the other knows; it calls :func:`receive_spans`."""
     await_all(apart(tensors))
-    messages = _messages([_flat(t) for t in tensors], spans, gather=True)
+    messages = _messages([raw_bytes(t) for t in tensors], spans, gather=True)
     _outgoing(inner, destination, messages)
 
 
@@ -98,7 +97,7 @@ def receive_spans(
     Raises:
         StillWriting: if the group was cut and something may still be written into the tensors.
     """
-    views = [_flat(t) for t in tensors]
+    views = [raw_bytes(t) for t in tensors]
     flows = {place: _incoming(inner, place, _messages(views, each, gather=False)) for place, each in spans.items()}
     failed: RuntimeError | None = None
     for place, flow in flows.items():
@@ -119,9 +118,7 @@ def layout(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
 
 
 def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Contiguous CPU tensors of a layout, contents undefined. The first of them are ``places`` themselves where
-    these fit.
-    """
+    """Contiguous CPU tensors of a layout, contents undefined; the first are ``places`` where these fit."""
     found = []
     for number, (shape, dtype) in enumerate(described):
         kind: torch.dtype = getattr(torch, dtype)
@@ -159,10 +156,6 @@ def _messages(views: Sequence[torch.Tensor], spans: Sequence[Span], *, gather: b
             yield torch.cat([to_host(part) for part in parts]), ()
         else:
             yield torch.empty(sum(span.size for span in bundle), dtype=torch.uint8), parts
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _outgoing(inner: InnerGroup, place: int, messages: Iterable[Message]) -> None:

@@ -15,17 +15,94 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 from shared_core.errors import DamagedRecord, Deadlock, ReplayDivergence
 from shared_core.events import console
 from shared_core.protocol.codec import Count, decode
-from shared_core.protocol.standstill import WaitStatus, awaited, describe, lasts, left_s, stuck
+from shared_core.protocol.frontier import channel_key
+from shared_core.protocol.standstill import ANY_SOURCE, WaitStatus, awaited, describe, lasts, left_s, stuck
 from shared_core.system import threads
 from shared_core.transport.store import Store
 from shared_core.waiting import ends_text, quiet_s, ranks_text
-from shared_core.worker.comm.wait_status import finished, wait_status
+from shared_core.worker.comm.groups import GroupState
+from shared_core.worker.comm.op import KeptResults, Op
+from shared_core.worker.comm.op import describe as call_text
+from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.link import at_end
 from shared_core.worker.recovery.recovery import WorkerRecovery
+
+
+def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None:
+    """What the program waits for in the live generation; None if it does not wait, or if a recovery is under way, which
+    says itself whom it waits for. ``look`` is the number of the report; ``idle``: the process does nothing else.
+    """
+    with runtime.lock:
+        live = not runtime.broken and runtime.generation == runtime.latest
+        # With ranks absent no generation is formed, and the program waits on survivor groups.
+        if runtime.starting or runtime.generation < 0 or not (live or runtime.beside):
+            return None
+        found = _wait(runtime)
+        if found is None:
+            return None
+        begun, wait = found
+        waited_s = time.monotonic() - begun
+        return WaitStatus(runtime.rank, runtime.latest, look, waited_s=waited_s, idle=idle, **wait, **_done(runtime))
+
+
+def finished(runtime: Runtime, look: int) -> WaitStatus:
+    with runtime.lock:
+        return WaitStatus(runtime.rank, runtime.generation, look, **_done(runtime))
+
+
+def _wait(runtime: Runtime) -> tuple[float, dict[str, Any]] | None:
+    """Since when (``time.monotonic()``) the program waits, and fields of :class:`WaitStatus`."""
+    world = runtime.world
+    if runtime.beside is not None:
+        begun, members, call = runtime.beside
+        limit_s = world.timeout.total_seconds() if world is not None else runtime.wait_timeout_s
+        return begun, {"call": call, "members": members, "limit_s": limit_s}
+    for group in runtime.groups.values():
+        if (message := group.channels.waits()) is not None:
+            source = group.ranks[message.channel[0]] if message.channel[0] >= 0 else ANY_SOURCE
+            place = {"channel": channel_key(message.channel), "number": message.index, "source": source}
+            return message.begun, _named(runtime, group) | place | {"call": "recv"}
+    if (waited := _collective(runtime)) is not None:
+        group, op = waited
+        return op.begun, _named(runtime, group) | {"call": call_text(op.signature), "number": op.seq}
+    return None
+
+
+def _named(runtime: Runtime, group: GroupState) -> dict[str, Any]:
+    limit_s = group.timeout.total_seconds()
+    return {"group": group.name, "called": runtime.groups.called(group), "members": group.ranks, "limit_s": limit_s}
+
+
+def _collective(runtime: Runtime) -> tuple[GroupState, Op] | None:
+    """The one that the program waits for. DDP waits in C++ for the first of its buckets, and does nothing before."""
+    pending = [
+        (group, group.pending[seq])
+        for group in runtime.groups.values()
+        if group.size > 1
+        for seq in sorted(group.pending)
+    ]
+    asked = [each for each in pending if each[1].awaited]
+    buckets = [each for each in pending if each[1].lazy or each[1].keeps is KeptResults.BUCKET]
+    return next(iter(asked or buckets), None)
+
+
+def _done(runtime: Runtime) -> dict[str, Any]:
+    groups = runtime.groups
+    return {
+        "issued": {name: group.next for name, group in groups.items()},
+        "pending": {
+            name: {str(seq): call_text(op.signature) for seq, op in group.pending.items()}
+            for name, group in groups.items()
+            if group.pending
+        },
+        "sent": {name: sent for name, group in groups.items() if (sent := group.channels.watermarks()[1])},
+    }
+
 
 #: A wait that lasts longer is reported, in seconds.
 _REPORT_S = 1.0
@@ -158,9 +235,7 @@ class WaitWatchdog:
         return {each.rank: each for each in statuses if each.finished or each.generation == mine.generation}
 
     def _stand_still(self, statuses: dict[int, WaitStatus], held: dict[int, tuple[int, ...]]) -> None:
-        """Nobody can continue. Without a recovery it is the program's own mistake, and ends when
-        torch's time-out does.
-        """
+        """Nobody can continue. Without a recovery that ends when torch's time-out does."""
         generation = statuses[next(iter(held))].generation
         waits = {rank: statuses[rank] for rank in held}
         begun = max(each.waited_s for each in waits.values())

@@ -32,7 +32,7 @@ from shared_core.system.streams import forgive
 from shared_core.system.title import set_title
 from shared_core.worker import link
 from shared_core.worker.start import hot_standby, preload, truncation
-from shared_core.worker.start.descriptors import note_inherited
+from shared_core.worker.start.hot_standby import note_inherited
 
 _HERE = Path(__file__).resolve()
 

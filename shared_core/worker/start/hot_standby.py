@@ -1,4 +1,4 @@
-"""This process as a hot standby: quiet and in the background, until it takes a worker's place."""
+"""This process as a hot standby: quiet and in the background, until it takes a worker's place; and its descriptors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,28 @@ from typing import BinaryIO
 from shared_core.events import console, marked
 from shared_core.protocol import worker_env
 from shared_core.system.title import set_title
+
+_inherited: frozenset[str] = frozenset()
+
+
+def descriptors() -> dict[int, str]:
+    """What ``/proc`` says of each: a path, or a kind with a number."""
+    links: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the folder itself
+            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return links
+
+
+def note_inherited() -> None:
+    """The user's program begins: what is open now is not its own."""
+    global _inherited
+    _inherited = frozenset(descriptors().values())
+
+
+def inherited() -> frozenset[str]:
+    return _inherited
+
 
 _held: HeldOutput | None = None
 _background: Background | None = None

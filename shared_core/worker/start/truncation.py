@@ -87,7 +87,6 @@ class _Looker:
     started: int
 
     def look(self, event: str, args: tuple[object, ...]) -> None:
-        """The audit hook."""
         if event != "open" or not isinstance(args[2], int) or not args[2] & os.O_TRUNC:
             return
         if not isinstance(args[0], (str, bytes, os.PathLike)) or not _by_script(sys._getframe(2)):

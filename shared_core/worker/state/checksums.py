@@ -42,14 +42,12 @@ _LEAST = 4 << 20
 
 def checksum(tensor: torch.Tensor) -> int:
     """64-bit checksum of a tensor's values. Equal bytes give equal sums, whatever the shape and the device."""
-    raw = _raw(tensor)
+    raw = raw_bytes(tensor)
     return _between(raw, 0, raw.numel())
 
 
 def parts(sizes: Sequence[int], least: int = _LEAST) -> list[list[Span]]:
-    """Divide tensors of ``sizes`` bytes into at most eight parts of about the same size, of at least ``least`` bytes
-    where there are several.
-    """
+    """Divide tensors of so many bytes into at most eight about equal parts, none below ``least``."""
     return divided(sizes, max(1, min(_PARTS, sum(sizes) // least)), BLOCK)
 
 
@@ -65,7 +63,7 @@ class RunningSums:
 
     def add_part(self, tensors: Sequence[torch.Tensor]) -> None:
         for span in self._left.pop(0) if self._left else []:
-            found = _between(_raw(tensors[span.tensor]), span.start, span.stop)
+            found = _between(raw_bytes(tensors[span.tensor]), span.start, span.stop)
             self._sums[span.tensor] = (self._sums[span.tensor] + found) & _MASK
 
     @property
@@ -82,14 +80,13 @@ def combined(count: int, places: Sequence[int], sums: Sequence[int]) -> list[int
     return found
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as flat uint8: the same memory where they are contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _between(raw: torch.Tensor, start: int, stop: int) -> int:
-    """The share of bytes ``start`` to ``stop`` in the sum of all; shares add up. ``start`` is a
-    multiple of ``BLOCK``.
-    """
+    """The share of bytes ``start``, a multiple of ``BLOCK``, to ``stop`` in the sum; shares add up."""
     total = 0
     blocks, end = stop // BLOCK, stop == raw.numel()
     for first in range(start // BLOCK, blocks, _MIXED):

@@ -19,9 +19,7 @@ Orders = Mapping[str, list[str]]
 
 
 class Compiled:
-    """What Dynamo has compiled in this worker. ``origin`` says whose state is being restored; ``fall_back`` has all
-    workers start again.
-    """
+    """What Dynamo has compiled in this worker. ``origin``: whose state is being restored."""
 
     def __init__(self, origin: Callable[[], Origin], fall_back: Callable[[str], NoReturn]) -> None:
         self._origin, self._fall_back = origin, fall_back
@@ -42,15 +40,11 @@ class Compiled:
                     met.append(sizes)
             if why := differs(self._own, self._before):
                 self._refuse(why)
-        return {"too often": self._too_often, "orders": {**self._before, **self._longer()}}
-
-    def _longer(self) -> dict[str, list[str]]:
-        return {where: met for where, met in self._own.items() if len(met) >= len(self._before.get(where, ()))}
+        longer = {where: met for where, met in self._own.items() if len(met) >= len(self._before.get(where, ()))}
+        return {"too often": self._too_often, "orders": {**self._before, **longer}}
 
     def restore(self, found: Mapping[str, Any]) -> None:
-        """A replacement continues where a worker failed. After a restart all workers compile again, and this
-        does nothing.
-        """
+        """Where a worker failed. After a restart all compile again, and this does nothing."""
         if self._origin() != "same":
             return
         if found["too often"]:
@@ -67,9 +61,7 @@ class Compiled:
 
 
 def differs(own: Orders, before: Orders) -> str:
-    """Why a replacement that has met ``own`` cannot run the code of the worker that had met ``before``; empty if
-    it can.
-    """
+    """Why code of who had met ``before`` cannot be run by who has met ``own``; empty if it can."""
     for where, met in before.items():
         if compat.ANY_SIZE in met[0]:
             return f"sizes of {where} have changed within a batch, and torch.compile has compiled it for any"

@@ -1,28 +1,275 @@
-"""DDP's agreement on its gradient buckets, which it makes once, after the first backward.
+"""DDP's agreement on its gradient buckets, which it makes once, after the first backward, and what it learns of a
+static graph in the first iteration.
 
 A replacement learns the order by running that backward, or, later, from the record of what was agreed; in between there
-is no recovery point.
+is no recovery point. A static graph it learns again, from as many gradients, none of which it is given.
+
+DDP writes ``gradient / number of ranks`` into a bucket when the last gradient of it is there, has the bucket reduced,
+and copies the sums to the gradients when all buckets are reduced. Until then the gradients still say what was in the
+bucket, so that a reduction in place that was cut off can be made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, RecoveryFailed, Unsupported
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.comm.op import Op
-from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
-from shared_core.worker.state.ddp_graph import FirstIteration, repeat
+from shared_core.worker.comm import Runtime, compat
+from shared_core.worker.comm.op import Op, input_checksum
 from shared_core.worker.state.local_state import BoundaryPosition
-from shared_core.worker.state.publications import SharedMemoryPublisher
-from shared_core.worker.state.records import Records
-from shared_core.worker.state.support import refuse_ddp, refuse_hooks
+from shared_core.worker.state.publications import RecordKey, Records, SharedMemoryPublisher
+
+#: Has each operation give what the function says, of the tensors that it is called with.
+Answered = Callable[[Callable[[list[torch.Tensor]], list[torch.Tensor]]], AbstractContextManager[None]]
+
+
+class FirstIteration:
+    """Sees the first iteration of a module with a static graph, which it is given before that.
+
+    Attributes:
+        begun: DDP has learned the graph, or is about to.
+        ended: it has used it for its buckets; nothing is left to be seen.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = ddp
+        self._parameters = trained(ddp)
+        self._counts = [0] * len(self._parameters)
+        self._handles: list[Any] = []
+        self._used: torch.Tensor = torch.zeros(0, dtype=torch.int32)
+        self._forwards = 0
+        self.ended = False
+
+    @property
+    def begun(self) -> bool:
+        return self._forwards > 0
+
+    def forward(self, ddp: DistributedDataParallel) -> None:
+        if ddp is not self.ddp:
+            return
+        self._forwards += 1
+        if self._forwards == 2:
+            self._let_go()
+            # Here, because where DDP settles its buckets it may not be asked.
+            self._used = ddp.reducer._get_local_used_map().detach().cpu().clone()
+        if self._forwards > 1 or self.ended:
+            return
+        for place, parameter in enumerate(self._parameters):
+            # DDP counts here too: also a gradient that comes and is not defined.
+            node = get_gradient_edge(parameter).node
+            self._handles.append(node.register_hook(lambda *_, place=place: self._count(place)))
+
+    def _count(self, place: int) -> None:
+        self._counts[place] += 1
+
+    def end(self) -> None:
+        self.ended = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def seen(self) -> list[torch.Tensor]:
+        """How often each parameter's gradient came, and how many ranks use it: int32, on the CPU."""
+        return [torch.tensor(self._counts, dtype=torch.int32), self._used]
+
+
+def trained(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters whose gradients DDP reduces, in its order."""
+    ignored = ddp.parameters_to_ignore
+    return [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def repeat(ddp: DistributedDataParallel, counts: torch.Tensor, used: torch.Tensor, answered: Answered) -> None:
+    """Have DDP learn a static graph again.
+
+    Args:
+        ddp: before its first iteration. Gradients of its parameters are as they were, afterwards.
+        counts: int32; how often the gradient of each parameter came.
+        used: int32; how many ranks use each.
+
+    Raises:
+        Unsupported: other parameters are trained than then.
+    """
+    parameters = trained(ddp)
+    if counts.numel() != len(parameters):
+        raise Unsupported(
+            "parameters of a DistributedDataParallel(static_graph=True) were frozen or thawed after its first "
+            "iteration, so that a replacement cannot repeat what it has learned: freeze before it is wrapped"
+        )
+    gradients = [parameter.grad for parameter in parameters]
+
+    def answer(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [used] if inputs[0].dtype == torch.int32 else [each.detach() for each in inputs]
+
+    reducer: Any = ddp.reducer  # torch's stubs leave out most of it
+    with answered(answer):
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
+        for place, count in enumerate(counts.tolist()):
+            for _ in range(count):
+                reducer._autograd_hook(place)
+        reducer._delay_all_reduce()
+    compat.graph_is_known(ddp)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class BucketInput:
+    """The parameters of one bucket, which holds their gradients flat, one after the other, multiplied by ``scale``."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
+        self._parameters, self._scale = list(parameters), scale
+        self.numel = sum(p.numel() for p in parameters)
+        same = len({p.dtype for p in parameters}) == 1 and parameters[0].element_size() in _BITS
+        self._dense = same and all(_span(p) == p.numel() for p in parameters)
+
+    def fits(self, bucket: torch.Tensor) -> bool:
+        """Whether a bucket has this one's length, dtype and device, and its parameters are dense."""
+        first = self._parameters[0]
+        alike = bucket.dtype == first.dtype and bucket.device == first.device
+        return self._dense and bucket.numel() == self.numel and alike
+
+    def matches(self, bucket: torch.Tensor) -> bool:
+        """Whether the bucket holds, bit for bit, what the gradients say, and is memory of its own.
+
+        A bucket of zeros proves nothing, and neither does one whose gradients something may still change.
+        """
+        if not self.fits(bucket) or not bool(bucket.any()):
+            return False
+        begin, end = bucket.data_ptr(), bucket.data_ptr() + bucket.nbytes
+        as_bits = _BITS[bucket.element_size()]
+        for parameter, part in self.parts(bucket):
+            grad = parameter.grad
+            if grad is None or parameter._post_accumulate_grad_hooks or grad.layout is not torch.strided:
+                return False
+            if begin <= grad.data_ptr() < end:  # gradient_as_bucket_view
+                return False
+            if not torch.equal(part.view(as_bits), (grad.detach() * self._scale).view(as_bits)):
+                return False
+        return True
+
+    def write(self, bucket: torch.Tensor, checksum: int) -> None:
+        """Overwrite the bucket with what was there before its reduction: zeros for a parameter without a gradient.
+        Raises RecoveryFailed if the result does not have this checksum, of :func:`input_checksum`.
+        """
+        with torch.no_grad():
+            for parameter, part in self.parts(bucket):
+                if parameter.grad is None:
+                    part.zero_()
+                else:
+                    torch.mul(parameter.grad, self._scale, out=part)
+        if input_checksum([bucket]) != checksum:
+            raise RecoveryFailed(
+                "a reduction of gradients was cut off, and the gradients have changed since it began, so that it "
+                "cannot be made again: do not write to gradients during backward"
+            )
+
+    def parts(self, bucket: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter with its part of the bucket, a view in the parameter's shape and strides."""
+        flat, at, parts = bucket.detach().view(-1), 0, []
+        for parameter in self._parameters:
+            part = flat[at : at + parameter.numel()]
+            parts.append((parameter, part.as_strided(parameter.shape, parameter.stride())))
+            at += parameter.numel()
+        return parts
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first of a tensor to the last."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+class _Module:
+    """What is known of one DDP module's buckets: ``inputs``, empty until DDP has settled them, and how many are
+    ``left`` that it has not handed over since its last forward.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[BucketInput] = []
+        self.left = 0
+
+
+class BucketInputs:
+    """Knows which parameters are in which bucket, as DDP modules have agreed. That a bucket is computed in this way is
+    verified, bit for bit, before it is relied on. Modules may agree on a thread of the group while another one's
+    backward runs.
+    """
+
+    #: A bucket that matches nothing is looked at so many times.
+    _TRIES = 3
+
+    def __init__(self) -> None:
+        self._modules: dict[int, _Module] = {}
+        self._found: dict[int, tuple[_Module, BucketInput]] = {}
+        self._tried: dict[int, int] = {}
+
+    def clear(self) -> None:
+        self._modules = {}
+        self._found.clear()
+        self._tried.clear()
+
+    def agreed(self, ddp: DistributedDataParallel, indices: Sequence[int], sizes: Sequence[int]) -> None:
+        """DDP has settled: ``indices`` of parameters, bucket by bucket, and the number in each bucket."""
+        parameters, module, at = trained(ddp), _Module(), 0
+        if sorted(indices) == list(range(len(parameters))) and sum(sizes) == len(indices):
+            for size in sizes:
+                inside = [parameters[i] for i in indices[at : at + size]]
+                module.inputs.append(BucketInput(inside, 1.0 / ddp.process_group.size()))
+                at += size
+        # Else parameters were frozen or ignored since: nothing is known.
+        self._modules = {**self._modules, id(ddp): module}  # whole at once: a backward may be going through the old one
+        self._found.clear()
+        self._tried.clear()
+
+    def forward(self, ddp: nn.Module) -> None:
+        module = self._modules.get(id(ddp))
+        if module is not None:
+            module.left = len(module.inputs)
+
+    def awaits(self, ddp: nn.Module) -> bool:
+        """Whether a module has handed over none of its buckets since its last forward. False if they are not known."""
+        module = self._modules.get(id(ddp))
+        return module is not None and 0 < module.left == len(module.inputs)
+
+    def layout(self, ddp: nn.Module) -> Sequence[BucketInput]:
+        """The buckets of a module in the order in which it hands them over; empty before that is known."""
+        module = self._modules.get(id(ddp))
+        return module.inputs if module is not None else ()
+
+    def of(self, bucket: torch.Tensor) -> BucketInput | None:
+        """What recomputes a bucket that DDP hands over, once after a forward; None if that is not known."""
+        place = bucket.data_ptr()
+        module, found = self._found.get(place) or self._find(bucket)
+        if found is None or module is None or not found.fits(bucket) or module.left == 0:
+            return None
+        module.left -= 1
+        return found
+
+    def _find(self, bucket: torch.Tensor) -> tuple[_Module | None, BucketInput | None]:
+        place = bucket.data_ptr()
+        if self._tried.get(place, 0) < self._TRIES:
+            for module in self._modules.values():
+                for each in module.inputs:
+                    if each.matches(bucket):
+                        self._found[place] = module, each
+                        return module, each
+            self._tried[place] = self._tried.get(place, 0) + 1
+        return None, None
+
 
 #: Kinds of records.
 BUCKETS = "ddp buckets"
@@ -144,9 +391,7 @@ class Buckets:
             op.future.add_done_callback(lambda _: self._know(ddp, self._broadcasts.pop(number)))
 
     def _know(self, ddp: DistributedDataParallel, agreed: Sequence[torch.Tensor]) -> None:
-        """DDP broadcasts the places of its parameters, bucket by bucket, and how many buckets there are; then how many
-        parameters each has.
-        """
+        """DDP broadcasts the places of parameters by bucket, with the number of buckets; then their sizes."""
         places, sizes = (tensor.tolist() for tensor in agreed)
         self._inputs.agreed(ddp, places[:-1], sizes)
 
@@ -199,3 +444,35 @@ class Buckets:
                 ddp.reducer._rebuild_buckets()
             self._know(ddp, [agreed[f"{number}.{ordinal}"][0] for ordinal in (len(agreed) - 2, len(agreed) - 1)])
             self._settled.add(number)
+
+
+#: Hooks of torch whose state is kept from batch to batch, or lets replicas differ.
+_KEEPING = "torch.distributed.algorithms."
+
+
+def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
+    """Raises Unsupported for a module over a group without all ranks, and for what :func:`refuse_hooks` refuses."""
+    size = ddp.process_group.size()
+    if size != world_size:
+        raise Unsupported(
+            f"DistributedDataParallel over a group of {size} of the job's {world_size} ranks: a replacement is given "
+            "the parameters of any other rank, so all ranks must train the same. Leave process_group out; a module "
+            "that ranks train apart goes without DistributedDataParallel, and to job.register(module, its_optimizer)"
+        )
+    refuse_hooks(ddp)
+
+
+def refuse_hooks(ddp: DistributedDataParallel) -> None:
+    """Raises Unsupported for communication hooks and uneven inputs, which it may be given later."""
+    kept = [type(state) for _, state in ddp._comm_hooks if type(state).__module__.startswith(_KEEPING)]
+    if kept:
+        raise Unsupported(
+            f"the communication hook of a DistributedDataParallel module keeps a {kept[0].__name__} from batch to "
+            "batch, which a replacement cannot be given: use a hook without such state (fp16_compress_hook), or none"
+        )
+    if ddp._join_config.enable:
+        raise Unsupported(
+            "Join and model.join() let ranks end a pass after different numbers of batches, so that their optimizers "
+            "are not at the same update, and none can stand in for another: give all ranks as many batches "
+            "(DistributedSampler, drop_last), and leave join() out"
+        )

@@ -1,17 +1,174 @@
-"""What a script changes outside updates, and what is kept for replacements because it does."""
+"""What a script changes outside updates: how it is seen, and what is kept for replacements because of it.
+
+A tensor counts the changes made to it, except those made through ``.data``. So values are looked at too: all of them
+after the first updates, where scripts that do so begin, and later a small piece after each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from shared_core.encoding.raw_memory import memory_of
 from shared_core.errors import RecoveryFailed
-from shared_core.worker.state.change_detection import ChangeWatch
+from shared_core.worker.state.checksums import checksum
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unoptimized import UnoptimizedParameters
+
+#: So many times all values are looked at.
+_WHOLE = 2
+#: Elements of the piece that is looked at later.
+_PIECE = 1024
+_version = attrgetter("_version")
+
+
+class ChangeWatch:
+    """Whether parameters and optimizer state are as they were noted last."""
+
+    def __init__(self, replicated: Replicated) -> None:
+        self._replicated = replicated
+        self._versions: list[int] | None = None
+        self._sums: list[tuple[int, int, int]] = []
+        self._noted = self._place = self._start = 0
+        self._kinds: list[type] = []
+        self._tensors: list[bool] = []
+
+    def resume(self, updates: int) -> None:
+        """The failed worker has watched so many updates, and compared values whole."""
+        self._noted = min(updates, _WHOLE)
+
+    def note(self, *, values: bool = True) -> None:
+        """What there is now is as it should be. ``values`` False notes version counters only."""
+        self._versions = self._count()
+        if not values:
+            return
+        if self._noted < _WHOLE:
+            self._sums = [(i, 0, checksum(p)) for i, p in enumerate(self._replicated.parameters)]
+        else:
+            self._sums = self._next_piece()
+        self._noted += 1
+
+    def note_part(self) -> None:
+        """As :meth:`note`, in the middle of an update. Values are not looked at before it is complete."""
+        self._versions, self._sums = self._count(), []
+
+    def _next_piece(self) -> list[tuple[int, int, int]]:
+        parameters = self._replicated.parameters
+        if not parameters:
+            return []
+        self._start += _PIECE
+        if self._start >= parameters[self._place].numel():
+            self._place, self._start = (self._place + 1) % len(parameters), 0
+        return [(self._place, self._start, self._piece(self._place, self._start))]
+
+    def _piece(self, place: int, start: int) -> int:
+        parameter = self._replicated.parameters[place]
+        if not parameter.is_contiguous():
+            return 0
+        if not parameter.is_cpu:
+            return checksum(parameter.detach().view(-1)[start : start + _PIECE])
+        size = parameter.element_size()
+        return zlib.crc32(memory_of(parameter)[start * size : min(start + _PIECE, parameter.numel()) * size])
+
+    def _count(self) -> list[int]:
+        states = chain.from_iterable(optimizer.state.values() for optimizer in self._replicated.optimizers)
+        values = [*chain.from_iterable(state.values() for state in states)]
+        kinds = [*map(type, values)]
+        if kinds != self._kinds:
+            self._kinds, self._tensors = kinds, [issubclass(kind, torch.Tensor) for kind in kinds]
+        return [*map(_version, self._replicated.parameters), *map(_version, compress(values, self._tensors))]
+
+    @property
+    def counted(self) -> bool:
+        """Whether a tensor has counted a change; also for other threads, while no update runs."""
+        return self._versions is not None and self._versions != self._count()
+
+    def changed(self, *, pieces: bool = True) -> str | None:
+        """Name of a parameter that is not as it was noted, or "the state of an optimizer"; None if nothing is known to
+        have changed. ``pieces``: look at a piece of the values, once no longer all of them are looked at.
+        """
+        if self._versions is None:
+            return None
+        replicated, counts = self._replicated, self._count()
+        if counts != self._versions:
+            pairs = zip(replicated.names, counts, self._versions, strict=False)
+            return next((name for name, new, old in pairs if new != old), "the state of an optimizer")
+        whole = self._noted <= _WHOLE
+        for place, start, known in self._sums if whole or pieces else ():
+            now = checksum(replicated.parameters[place]) if whole else self._piece(place, start)
+            if now != known:
+                return replicated.names[place]
+        return None
+
+
+#: Parameters up to this size are copied in case the script turns out to change them, in bytes.
+SMALL = 16 << 20
+
+
+class UnoptimizedParameters:
+    """The parameters of ``replicated`` that none of its optimizers has in a group. ``shared`` are identities (``id``)
+    of parameters that ``DistributedDataParallel`` has made alike on all ranks.
+    """
+
+    def __init__(self, replicated: Replicated, shared: Collection[int]) -> None:
+        self._replicated = replicated
+        self._shared = shared
+        self._known: dict[int, tuple[int, int]] = {}
+        self._files: dict[int, int] = {}
+
+    @property
+    def places(self) -> list[int]:
+        """Their places in the shared order; empty where nothing is optimized."""
+        if not self._replicated.optimizers:
+            return []
+        stepped = self._replicated.stepped()
+        return [i for i, p in enumerate(self._replicated.parameters) if id(p) not in stepped]
+
+    @property
+    def own(self) -> bool:
+        """Whether some were not made alike, as those of an average or a target network beside the model."""
+        return any(id(self._replicated.parameters[place]) not in self._shared for place in self.places)
+
+    @property
+    def small(self) -> bool:
+        """Whether all parameters together have at most :data:`SMALL` bytes."""
+        return sum(p.nbytes for p in self._replicated.parameters) <= SMALL
+
+    def capture(self) -> dict[int, torch.Tensor]:
+        """Values by place; the tensors are live."""
+        return {place: self._replicated.parameters[place].detach() for place in self.places}
+
+    def restore(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Copy values back; between two entry calls, when nothing is optimized, nothing."""
+        for place, value in values.items() if self._replicated.optimizers else ():
+            self._replicated.parameters[place].data.copy_(value)
+        self._known.clear()
+
+    def publish(self, publisher: SharedMemoryPublisher, boundary: int, values: Mapping[int, Any]) -> dict[int, int]:
+        """Write those that have changed since the last time. ``values`` come from :meth:`capture`. Returns for each
+        place the step boundary with whose file it was written.
+        """
+        changed = {}
+        for place, value in values.items():
+            known = self._known.get(place)
+            # A change through .data is not counted, so equal counts say nothing.
+            if known is None or known[0] != value._version or known[1] != checksum(value):
+                changed[place] = value
+        if changed:
+            publisher.write_unoptimized(boundary, changed)
+        for place, value in changed.items():
+            known = self._known.get(place)
+            counted = known is not None and known[0] != value._version
+            # What counts its changes is not looked at again before it counts none.
+            self._known[place] = (value._version, -1 if counted else checksum(value))
+            self._files[place] = boundary
+        return {place: self._files[place] for place in values}
 
 
 @dataclass(frozen=True)
@@ -66,9 +223,7 @@ class KeptBoundaries:
         self._kept[index] = Kept(version, description | {"version": version, "images": []}, state, copies)
 
     def drop_before(self, index: int, *, reuse: bool) -> None:
-        """Drop what was kept before step boundary ``index``. With ``reuse`` nobody reads it, and its memory is
-        used again.
-        """
+        """Drop what is older than a step boundary; with ``reuse`` its memory is used again."""
         for old in [each for each in self._kept if each < index]:
             dropped = self._kept.pop(old)
             self._spare = dict(dropped.copies) if reuse else {}
@@ -136,8 +291,6 @@ class ExternalMutation:
         """Places of parameters that each rank has for itself, and publishes."""
         return self._unoptimized.places if self.active and self._unoptimized is not None else []
 
-    # -- step boundaries ------------------------------------------------------------------------------------
-
     def next_batch(self, version: int) -> None:
         self.see()
         if not self.active and self.boundaries.indices and version > self._first_version:
@@ -145,18 +298,16 @@ class ExternalMutation:
 
     def at_boundary(self, index: int, version: int) -> None:
         if self.active or (self._first and self._unoptimized is not None and self._unoptimized.small):
-            self._keep(index, version)
+            assert self._replicated is not None
+            self.boundaries.keep(index, version, self._replicated.export(), self.local)
         if self._first and self._watch is not None:
             self._first, self._first_version = False, version
             self._watch.note()
         self.boundary = index
 
     def resume(self, index: int, version: int, active: bool, *, exact: bool, watched: int) -> None:
-        """Replacement, at its step boundary.
-
-        Args:
-            exact: the state is that of the step boundary.
-            watched: updates that the failed worker has watched.
+        """Replacement, at its step boundary. ``exact``: the state is that of the boundary; ``watched``: updates that
+        the failed worker has watched.
         """
         self.active, self.boundary = active, index
         if self._watch is not None:
@@ -165,12 +316,6 @@ class ExternalMutation:
                 self.at_boundary(index, version)
             self._first = False
             self._watch.note()
-
-    def _keep(self, index: int, version: int) -> None:
-        assert self._replicated is not None
-        self.boundaries.keep(index, version, self._replicated.export(), self.local)
-
-    # -- for a replacement --------------------------------------------------------------------------------
 
     def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Description and tensors of the state at a step boundary, not to be written; None if it is not kept."""
@@ -188,9 +333,7 @@ class ExternalMutation:
         return index is not None and self.active and self.boundary < index
 
     def refuse(self) -> None:
-        """The state as it is now is to serve an earlier step boundary. Raises RecoveryFailed if it is not what updates
-        have made of the state there.
-        """
+        """Raises RecoveryFailed if the state is not what updates have made of an earlier boundary's."""
         if self.active or (self._watch is not None and self._watch.counted):
             raise RecoveryFailed(
                 f"the script has just changed {self._changed} outside an optimizer's update for the first time, so the "

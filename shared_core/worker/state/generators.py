@@ -50,9 +50,7 @@ def python_memory(generator: random.Random) -> Any:
 
 
 def numpy_memory(generator: Any, bits: Any) -> Any:
-    """All that the state of a ``RandomState`` of numpy consists of, with its bit generator; None if it is no
-    Mersenne Twister.
-    """
+    """All of the state of a numpy ``RandomState``; None if it is no Mersenne Twister."""
     if type(bits).__name__ != "MT19937":
         return None
     # The object itself holds the second of two normal numbers that are drawn together.
@@ -62,9 +60,7 @@ def numpy_memory(generator: Any, bits: Any) -> Any:
 
 
 def _shows_all(memory: Callable[[Any], Any], generator: Any, draw: Callable[[], Any]) -> bool:
-    """Whether the memory of a generator changes with each draw of a normal number: every second one takes what the one
-    before has left.
-    """
+    """Whether the memory changes with each draw of a normal number; every second one takes what is left."""
     seen = [memory(generator)]
     for _ in range(4):
         draw()
@@ -121,4 +117,4 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _decoded(value: Any) -> Any:
-    return loads(value) if isinstance(value, bytes) else value  # older checkpoints have it as it is
+    return loads(value) if isinstance(value, bytes) else value  # those of an added worker are made as they are

@@ -20,9 +20,9 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from shared_core.errors import RecoveryFailed
-from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.checksums import checksum
-from shared_core.worker.state.replicated import VALUE, Replicated, beside, kind_of
+from shared_core.worker.state.external_mutation import ChangeWatch
+from shared_core.worker.state.replicated import VALUE, Replicated, beside, entries_of
 
 #: Size of a piece, in bytes; one parameter with its optimizer state may be larger.
 PIECE = 16 << 20
@@ -54,7 +54,6 @@ class LoggedUpdate:
 
     @property
     def intact(self) -> bool:
-        """Whether the gradients are what the optimizer was given."""
         return [gradient._version for gradient in self.gradients] == self.counts
 
 
@@ -276,23 +275,13 @@ def described(replicated: Replicated, places: Sequence[int]) -> tuple[list[list[
     rows: list[list[Any]] = []
     for number, optimizer in enumerate(replicated.optimizers):
         for place in places:
-            state = optimizer.state.get(replicated.parameters[place], {})
-            entries: list[list[Any]] = []
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    entries.append([key, kind_of(value, replicated.parameters[place]), len(tensors)])
-                    tensors.append(value.detach())
-                else:
-                    entries.append([key, VALUE, value])
-            if entries:
+            if entries := entries_of(optimizer, replicated.parameters[place], tensors):
                 rows.append([number, place, entries])
     return rows, tensors
 
 
 def sums(replicated: Replicated, places: Sequence[int]) -> list[int]:
-    """Checksums of some parameters and their optimizer state, in the order of :func:`described`; the last is of
-    plain values.
-    """
+    """Checksums in the order of :func:`described`; the last is of plain values."""
     rows, tensors = described(replicated, places)
     values = [value for _, _, entries in rows for _, kind, value in entries if kind == VALUE]
     return [*(checksum(tensor) for tensor in tensors), checksum(torch.tensor(bytearray(repr(values).encode())))]
@@ -365,9 +354,7 @@ def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
 
 
 def compare(replicated: Replicated, expected: CopySums) -> None:
-    """Compare the sums of another worker. Raises RecoveryFailed if parameters or optimizer state are not what they
-    are there.
-    """
+    """Compare the sums of another worker. Raises RecoveryFailed if they are others here."""
     if sums(replicated, expected.places) != expected.sums:
         names = ", ".join(replicated.names[place] for place in expected.places[:3])
         raise RecoveryFailed(

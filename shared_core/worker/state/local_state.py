@@ -41,11 +41,9 @@ class BoundaryPosition:
 
     @property
     def origin(self) -> Origin:
-        """Whose state is restored."""
         return "other" if self.added or self.resized else self._origin
 
     def note_start(self, joining: bool, origin: Origin) -> None:
-        """Where this worker begins is known, or reached."""
         self.joining, self._origin = joining, origin
 
     def note_rejoined(self, rejoined: bool) -> None:

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.op import Op
-from shared_core.worker.state.bucket_inputs import BucketInput
+from shared_core.worker.state.ddp_buckets import BucketInput
 from shared_core.worker.state.local_state import BoundaryPosition
-from shared_core.worker.state.update_steps import UpdateSteps
+from shared_core.worker.state.updates import Updates
 
 _OPTION = "state.overlapped_update"
 
@@ -41,14 +41,12 @@ def check(modules: Sequence[DistributedDataParallel], optimizers: Sequence[Optim
 
 
 class Overlapped:
-    """Makes the updates of one DDP module's parameters. ``layout`` says which are in which bucket, empty before DDP has
-    settled that.
-    """
+    """Makes the updates of a DDP module. ``layout``: which are in which bucket; empty before it is settled."""
 
     def __init__(
-        self, steps: UpdateSteps, layout: Callable[[], Sequence[BucketInput]], position: BoundaryPosition
+        self, updates: Updates, layout: Callable[[], Sequence[BucketInput]], position: BoundaryPosition
     ) -> None:
-        self._steps, self._layout, self._position = steps, layout, position
+        self._updates, self._layout, self._position = updates, layout, position
         self._graph = -1
         self._handed = 0
         self._waiting: deque[tuple[Op, BucketInput]] = deque()
@@ -57,13 +55,13 @@ class Overlapped:
         """DDP has handed over a bucket, which ``op`` reduces; called in backward, in the order of the buckets. Raises
         Unsupported in a second backward before the step.
         """
-        if self._position.joining or not self._steps.may_begin:
+        if self._position.joining or not self._updates.may_begin:
             return
         graph = torch._C._current_graph_task_id()
         if graph != self._graph:
             self._graph, self._handed = graph, 0
             self._waiting.clear()
-            if self._steps.torn:
+            if self._updates.torn:
                 raise Unsupported(
                     f"a second backward before optimizer.step(), but with {_OPTION} the update of the first has been "
                     "made: accumulate gradients under no_sync(), or leave the option off"
@@ -88,4 +86,4 @@ class Overlapped:
         op, bucket = self._waiting.popleft()
         op.future.value()  # raises what made the reduction fail
         parts = bucket.parts(op.results[0])
-        self._steps.make_part([p for p, _ in parts], [g for _, g in parts])
+        self._updates.make_part([p for p, _ in parts], [g for _, g in parts])

@@ -14,26 +14,342 @@ each batch (``boundary``, ``mid``, ``unoptimized``) stay mapped; the others are 
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shared_core.encoding.plain import Piece, dumps, loads, pieces
-from shared_core.errors import CorruptFile
+from shared_core.errors import CorruptFile, SwiftError
+from shared_core.events import console
 from shared_core.faults import inject
+from shared_core.loaders.reshard import loader_states, pack_indices, unpack_indices
 from shared_core.plain_json import is_count
 from shared_core.protocol.frontier import StepBoundary
+from shared_core.protocol.mirroring import APPEND, BEGIN, END, LOCAL, REMOVE, SYNC, WRITE, keeper
 from shared_core.resources import map_file
-from shared_core.worker.mirror import Mirror
-from shared_core.worker.state.orders import OrderFiles
-from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publication_file import is_blank, packed, read_file, write_file
-from shared_core.worker.state.publication_slots import Slots
-from shared_core.worker.state.records import RecordFile, Records
+from shared_core.system import threads
+from shared_core.system.wire import CONNECT_S, Link, connect
+from shared_core.worker.state.publication_file import (
+    Overflow,
+    Slots,
+    append_whole,
+    is_blank,
+    packed,
+    read_file,
+    write_file,
+)
+
+#: Without a copy for so long, and without a new generation, the user is told.
+_TROUBLE_S = 5.0
+
+
+class Mirror:
+    """Copies of one rank's publications. Any thread may call. Without a link the calls do nothing."""
+
+    def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes) -> None:
+        self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
+        self._lock = threading.RLock()
+        self._link: Link | None = None
+        self._keeper: str | None = None
+        self._trouble = threading.Timer(0.0, lambda: None)
+
+    def follow(self, machines: Sequence[str | None]) -> None:
+        """These machines hold the places now. A new keeper gets all copies, on a thread; publications wait for that."""
+        chosen = keeper(machines, self._slot)
+        if chosen == self._keeper:
+            return
+        self._keeper = chosen
+        link = self._link
+        if link is not None:  # somebody may wait for an answer that never comes
+            with suppress(OSError):
+                link.shutdown()
+        ready = threading.Event()
+        threads.start(self._connect, (chosen, ready), name="swift-mirror")
+        ready.wait(CONNECT_S)
+
+    def _connect(self, chosen: str | None, ready: threading.Event) -> None:
+        with self._lock:
+            ready.set()
+            self._trouble.cancel()
+            self._drop()
+            if chosen is None or chosen != self._keeper:
+                return
+            try:
+                self._link = connect(chosen, self._key)
+                self._send(BEGIN)
+                for path in sorted(self._folder.iterdir()):
+                    if path.suffix != ".tmp" and path.name not in LOCAL and not is_blank(path):
+                        self._send(WRITE, path.name, [path.read_bytes()])
+                self._send(END)
+                self.sync()
+            except OSError as error:
+                self._give_up(error)
+
+    def write(self, name: str, data: Sequence[bytes | memoryview]) -> None:
+        self._try(WRITE, name, data)
+
+    def append(self, name: str, data: bytes) -> None:
+        self._try(APPEND, name, [data])
+
+    def remove(self, name: str) -> None:
+        self._try(REMOVE, name, ())
+
+    def sync(self) -> None:
+        """Return when the other machine has all; at once if there is none."""
+        with self._lock:
+            if self._link is None:
+                return
+            try:
+                self._send(SYNC)
+                self._link.answer()
+            except OSError as error:
+                self._give_up(error)
+
+    def _send(self, kind: bytes, name: str = "", data: Sequence[bytes | memoryview] = ()) -> None:
+        assert self._link is not None
+        self._link.send(kind, self._rank, self._attempt, name, data)
+
+    def _try(self, kind: bytes, name: str, data: Sequence[bytes | memoryview]) -> None:
+        with self._lock:
+            if self._link is None:
+                return
+            try:
+                self._send(kind, name, data)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        # Mostly the other machine is failing, and the next generation names another.
+        self._drop()
+        message = (
+            f"rank {self._rank}: no copy of its state on another machine until the next failure or resize ({error}). "
+            "If this machine fails before, all workers may have to start again"
+        )
+        self._trouble = threading.Timer(_TROUBLE_S, console, [message])
+        self._trouble.daemon = True
+        self._trouble.start()
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+#: Start of the names of their files.
+_ORDER = "order."
+
+
+class OrderFiles:
+    """The orders of one rank. ``put`` and ``remove`` write and remove files in ``folder``."""
+
+    def __init__(
+        self, folder: Path, put: Callable[[str, bytes, Sequence[Piece]], object], remove: Callable[[str], None]
+    ) -> None:
+        self._folder, self._put, self._remove = folder, put, remove
+        self._packed: dict[str, Any] = {}
+        #: Of failed workers, as long as it is not known which of their step boundaries need them.
+        self._left: set[str] = set()
+        #: Which orders each step boundary needs.
+        self._named: dict[int, frozenset[str]] = {}
+
+    def look(self) -> None:
+        self._left = {path.name for path in self._folder.glob(f"{_ORDER}*")}
+
+    def write(self, indices: list[Any]) -> str:
+        """Publish the indices of a pass over the data. Returns its name."""
+        name = f"{_ORDER}{os.urandom(6).hex()}"
+        self._packed[name] = pack_indices(indices)
+        self._put(name, b"", pieces(self._packed[name]))
+        return name
+
+    def read(self, name: str) -> list[Any]:
+        """The indices published under ``name``. Raises CorruptFile if they are damaged."""
+        try:
+            return unpack_indices(self.read_packed(name))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptFile(f"{self._folder}/{name} holds no order of a pass: {error!r}") from error
+
+    def read_packed(self, name: str) -> Any:
+        """The indices published under ``name``, packed; quick in the process that published them."""
+        if name not in self._packed:
+            self._packed[name] = loads(read_file(self._folder / name)[1])
+        return self._packed[name]
+
+    def drop(self, name: str) -> None:
+        self._packed.pop(name, None)
+        self._remove(name)
+
+    def note(self, boundary: int, parts: Any) -> None:
+        if self._left:
+            states = (state for _, state in loader_states(parts))
+            self._named[boundary] = frozenset(str(each["order"]) for state in states for each in state["iterations"])
+
+    def drop_unnamed(self, kept: Iterable[int]) -> None:
+        """Remove failed workers' orders once all step boundaries that are kept are this worker's own. One that these
+        still name, because its pass continues, is left to the next replacement.
+        """
+        kept = set(kept)
+        self._named = {boundary: names for boundary, names in self._named.items() if boundary in kept}
+        if self._left and self._named.keys() == kept:
+            for name in self._left.difference(*self._named.values()):
+                self.drop(name)
+            self._left.clear()
+            self._named.clear()
+
+    def forget_boundaries(self) -> None:
+        self._named.clear()
+
+
+class StateOrders:
+    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`. ``may_drop``:
+    samples may be left out when the number of workers changes; ``asked``: it may change while the job runs.
+    """
+
+    def __init__(self, files: OrderFiles, may_drop: bool, asked: bool) -> None:
+        self.may_drop, self.asked = may_drop, asked
+        self.write, self.read, self.drop = files.write, files.read, files.drop
+
+
+#: A part of the program that replacements run again: a phase of the script, by loops over epochs; in an epoch also its
+#: number, and how many passes of it there were. Empty for all else.
+Part = tuple[int, ...]
+
+
+class RecordKey(NamedTuple):
+    """The key of a result that is kept for replacements.
+
+    Attributes:
+        entry: number of the entry call.
+        kind: the group, for the result of an operation; else what it is.
+        name: of the operation; else which of its kind.
+        number: which of these; else the step boundary.
+    """
+
+    entry: int
+    kind: str
+    name: str
+    number: int
+    part: Part = ()
+
+
+_RECORD = struct.Struct("<II")  # length, checksum
+#: Bytes that are added before old ones are let go of.
+_FORGET_BYTES = 16 << 20
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+#: Keys and results.
+Records = list[tuple[RecordKey, list[torch.Tensor]]]
+
+
+class RecordFile:
+    """The file ``records`` of a rank, with a copy on another machine; on disk where memory is full."""
+
+    def __init__(self, folder: Path, mirror: Mirror | None, disk: Overflow) -> None:
+        self._path, self._mirror, self._disk = folder / "records", mirror, disk
+        self._whole = False
+        self._added = 0
+        self._lock = threading.Lock()
+        self._file = os.open(self._path, _APPEND, 0o600)
+
+    def open_again(self) -> None:
+        self._whole, self._lock = False, threading.Lock()  # a forked copy may have a lock that nobody lets go of
+        os.close(self._file)
+        self._file = os.open(self._path, _APPEND, 0o600)
+
+    def add(self, key: RecordKey, results: Any) -> None:
+        """Append results, which are serialised at once. On any thread."""
+        data = _packed(key, results)
+        with self._lock:
+            self._added += len(data)
+            if not self._whole:
+                self._cut()
+            try:
+                append_whole(self._file, data)
+            except OSError:
+                self._move([self._path.read_bytes(), data])
+            if self._mirror is not None:
+                self._mirror.append(self._path.name, data)
+
+    def forget(self, gone: Callable[[RecordKey], bool]) -> None:
+        """Drop results, once so much was added that it is worth writing the others again."""
+        with self._lock, suppress(SwiftError, OSError):
+            if self._added < _FORGET_BYTES:
+                return
+            self._added = 0
+            kept = [_packed(key, results) for key, results in self.read() if not gone(key)]
+            self._move(kept)
+            if self._mirror is not None:
+                self._mirror.write(self._path.name, kept)
+
+    def read(self) -> Records:
+        """All of them, in order; a torn last one is left out. Raises CorruptFile if one is damaged, or is none."""
+        data = self._path.read_bytes()
+        found: Records = []
+        for at, end in _records_in(data):
+            payload = data[at + _RECORD.size : end]
+            if zlib.crc32(payload) != _RECORD.unpack_from(data, at)[1]:
+                raise CorruptFile(f"{self._path} is damaged: the checksum at offset {at} does not match")
+            found.append(_read(payload))
+        return found
+
+    def _move(self, payload: list[bytes]) -> None:
+        """Write the file anew, to disk where memory is full."""
+        self._disk.write(self._path, sum(map(len, payload)), lambda there: write_file(there, payload))
+        self.open_again()
+
+    def _cut(self) -> None:
+        """Take off what a failed worker has not finished: records behind it could not be found."""
+        self._whole = True
+        data = self._path.read_bytes()
+        whole = max((end for _, end in _records_in(data)), default=0)
+        if whole < len(data):
+            os.ftruncate(self._file, whole)
+            if self._mirror is not None:
+                self._mirror.write(self._path.name, [data[:whole]])
+
+
+def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
+    return [(tuple(key), results) for key, results in records]
+
+
+def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Records:
+    """Inverse of :func:`plain`. Raises CorruptFile if these are none."""
+    try:
+        return [(_key(*key), results) for key, results in stored]
+    except (TypeError, ValueError) as error:
+        raise CorruptFile(f"a record that was kept for replacements is none: {error}") from error
+
+
+def _key(entry: int, kind: str, name: str, number: int, part: Part) -> RecordKey:
+    return RecordKey(entry, kind, name, number, tuple(part))
+
+
+def _read(payload: bytes) -> tuple[RecordKey, list[torch.Tensor]]:
+    [record] = from_plain([loads(payload)])
+    return record
+
+
+def _packed(key: RecordKey, results: Any) -> bytes:
+    payload = dumps((tuple(key), results))
+    return _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _records_in(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where each whole record begins and ends; none that is torn."""
+    at = 0
+    while at + _RECORD.size <= len(data):
+        end = at + _RECORD.size + int(_RECORD.unpack_from(data, at)[0])
+        if end > len(data):
+            return
+        yield at, end
+        at = end
+
 
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
 UNOPTIMIZED, _UNOPTIMIZED_FILE = "swift.unoptimized", "unoptimized."
@@ -100,7 +416,7 @@ class SharedMemoryPublisher:
         self.publishing = threading.Lock()
         self._refers: dict[int, frozenset[int]] = {}
         self._slots = Slots(folder, _REPLACED)
-        self.orders = OrderFiles(folder, self.put, self._remove)
+        self.orders = OrderFiles(folder, self.put, self._retire)
         self.input_checksums = InputChecksums(folder, self._disk)
         self.sources = InputChecksums(folder, self._disk, "sources")
         self.records = RecordFile(folder, mirror, self._disk)
@@ -163,9 +479,7 @@ class SharedMemoryPublisher:
             self._unoptimized.append(boundary)
 
     def publish_mid(self, boundary: int, number: int, parts: dict[str, Any]) -> None:
-        """Publish forward-mutated state before the first bucket of backward ``number`` of the batch
-        after ``boundary``.
-        """
+        """Publish what forward has changed before backward ``number`` of the batch after ``boundary``."""
         self.put(f"mid.{boundary}.{number}", b"", pieces(parts))
         self._mids[boundary] = max(self._mids.get(boundary, 0), number + 1)
 
@@ -209,11 +523,6 @@ class SharedMemoryPublisher:
         if self._mirror is not None:
             self._mirror.remove(name)
 
-    def _remove(self, name: str) -> None:
-        self._disk.remove(self.folder / name)
-        if self._mirror is not None:
-            self._mirror.remove(name)
-
     def forget_boundaries(self) -> None:
         for number in self._unoptimized:
             self._retire(f"{_UNOPTIMIZED_FILE}{number}")
@@ -225,9 +534,7 @@ class SharedMemoryPublisher:
         self._kept.clear()
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
-        """Publish what a checkpoint has of a failed worker and this publisher has not: it was on a machine that fails,
-        and its copies too.
-        """
+        """Publish what a checkpoint has of a failed worker and this publisher, whose copies failed, has not."""
         known = {key for key, _ in self.records.read()}
         for key, results in records:
             if key not in known:
@@ -237,7 +544,6 @@ class SharedMemoryPublisher:
                 self.publish_end(entry, result, parts)
 
     def tally(self, name: str) -> Tally:
-        """The number called ``name``, made if it is not there."""
         return Tally(self.folder / f"{TALLY}{name}")
 
     # -- reading -----------------------------------------------------------------------------------
@@ -269,9 +575,7 @@ class SharedMemoryPublisher:
         return parts
 
     def read_mid(self, boundary: int, number: int) -> dict[str, Any] | None:
-        """Forward-mutated state of a backward, by name; None if the failed worker did not get there.
-        Raises CorruptFile.
-        """
+        """State of a backward, by name; None if the failed worker did not get there. May raise CorruptFile."""
         try:
             return loads(read_file(self.folder / f"mid.{boundary}.{number}")[1])  # type: ignore[no-any-return]
         except FileNotFoundError:

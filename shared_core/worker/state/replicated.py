@@ -14,21 +14,35 @@ from torch.optim import Optimizer
 from shared_core.devices import apart, await_all
 from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, UnsupportedOptimizer
 from shared_core.plain_json import parse
-from shared_core.worker.state.support import refuse_optimizer
 
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 #: What a description says of an entry of an optimizer's state: plain data, a tensor that is where its parameter is, or
 #: one in host memory whose parameter is on another device.
 VALUE, _TENSOR, _ON_HOST = "value", "tensor", "host"
 
 
-def kind_of(value: torch.Tensor, parameter: torch.Tensor) -> str:
-    """What a description says of a tensor of an optimizer's state."""
-    return _ON_HOST if value.is_cpu and not parameter.is_cpu else _TENSOR
-
-
 def beside(parameter: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
     """A tensor of an optimizer's state where a description says that it is; itself if it is there."""
     return value if kind == _ON_HOST else value.to(parameter.device)
+
+
+def entries_of(optimizer: Optimizer, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> list[list[Any]]:
+    """What an optimizer keeps of a parameter: key, kind, and the value or the place of the tensor in ``tensors``, to
+    which it is added, live. Raises UnsupportedOptimizer for what is neither a tensor nor a number nor text.
+    """
+    entries: list[list[Any]] = []
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor):
+            entries.append([key, _ON_HOST if value.is_cpu and not parameter.is_cpu else _TENSOR, len(tensors)])
+            tensors.append(value.detach())
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            entries.append([key, VALUE, value])
+        else:
+            raise UnsupportedOptimizer(
+                f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors, numbers and text "
+                "can be moved to a replacement: keep it as a tensor"
+            )
+    return entries
 
 
 class Replicated:
@@ -62,9 +76,7 @@ class Replicated:
         return [self.index_of(each) for each in parameters] if -1 in places else places
 
     def index_of(self, parameter: torch.Tensor) -> int:
-        """Place of a parameter in the shared order. Raises Unsupported for one that is neither in the modules nor was
-        in a group of the optimizers at first.
-        """
+        """Place in the shared order. Raises Unsupported for one in no module, and at first in no group."""
         place = self._places.get(id(parameter))
         if place is None:
             raise Unsupported(
@@ -93,32 +105,15 @@ class Replicated:
         updates away meanwhile.
 
         The description is plain data: ``parameters``, their number; ``states``, of each parameter with optimizer state
-        ``[number of the optimizer, place, entries]``; ``tensors``, shape and dtype of each. Raises UnsupportedOptimizer
-        if optimizer state holds something that is neither a tensor nor a number.
+        ``[number of the optimizer, place, entries]``; see :func:`entries_of`, also for what is raised.
         """
         tensors = [p.detach() for p in self.parameters]
-        states: list[list[Any]] = []
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter, state in optimizer.state.items():
-                entries: list[list[Any]] = []
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        entries.append([key, kind_of(value, parameter), len(tensors)])
-                        tensors.append(value.detach())
-                    elif value is None or isinstance(value, (bool, int, float, str)):
-                        entries.append([key, VALUE, value])
-                    else:
-                        raise UnsupportedOptimizer(
-                            f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors, "
-                            "numbers and text can be moved to a replacement: keep it as a tensor"
-                        )
-                states.append([number, self.index_of(parameter), entries])
-        description = {
-            "parameters": len(self.parameters),
-            "states": states,
-            "tensors": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors],
-        }
-        return description, tensors
+        states = [
+            [number, self.index_of(parameter), entries_of(optimizer, parameter, tensors)]
+            for number, optimizer in enumerate(self.optimizers)
+            for parameter in optimizer.state
+        ]
+        return {"parameters": len(self.parameters), "states": states}, tensors
 
     def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor], *, owned: bool = False) -> None:
         """Copy exported state into the parameters and put optimizer state in place. That is left alone when no
@@ -186,3 +181,25 @@ def unpack(data: torch.Tensor) -> Any:
         return parse(data.numpy().tobytes())
     except ValueError as error:
         raise CorruptFile(f"a description that came from another worker is damaged: {error}") from error
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Raises UnsupportedOptimizer for one whose state no other rank could give to a replacement."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizer(
+            "LBFGS evaluates its closure several times in a step, so a replacement cannot take over in the "
+            "middle; use another optimizer"
+        )
+    zero = sys.modules.get(_ZERO)  # what is not imported is not used
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        raise UnsupportedOptimizer(
+            f"{name} divides the optimizer's state over the ranks, so nobody has that of a failed one: use the "
+            "optimizer inside by itself, or fully_shard() (docs/sharded.md)"
+        )
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise UnsupportedOptimizer(
+            f"{name} wraps another optimizer and is none itself (its class does not call Optimizer.__init__), so its "
+            "updates cannot be seen: attach the one inside. Where it lets ranks have different parameters between "
+            "averages, as PostLocalSGDOptimizer does, nobody can give a replacement its own: use a plain optimizer"
+        )

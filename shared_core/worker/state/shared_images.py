@@ -29,9 +29,7 @@ _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters at ``places`` are divided: ``parts`` by rank, as spans of their bytes. ``key`` differs between
-    layouts.
-    """
+    """How the parameters at ``places`` are divided: ``parts`` by rank. ``key`` differs between layouts."""
 
     key: int
     places: tuple[int, ...]
@@ -43,9 +41,7 @@ class Layout:
 
 
 class _Heads:
-    """What is in each slot of each rank: a version, and a stamp, which is 0 while the part is being written. Written
-    and read without a lock.
-    """
+    """Version and stamp of each slot; 0 while the part is written. Written and read without a lock."""
 
     def __init__(self, path: Path, slots: int) -> None:
         self._words = memoryview(map_file(path, 16 * slots)).cast("Q")
@@ -83,9 +79,7 @@ class SharedImages:
         self._attached = 0
 
     def attach(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """These, by place, are the same on all ranks. Nothing is shared where they are not plain tensors in host
-        memory, or there are none.
-        """
+        """These, by place, are the same on all ranks. Only plain tensors in host memory are shared."""
         self._attached += 1
         self._rooms.clear()
         self._layout = None
@@ -97,8 +91,6 @@ class SharedImages:
         said = repr((self._attached, tuple(parameters), like)).encode()
         key = int.from_bytes(blake2b(said, digest_size=8).digest(), "little")
         self._layout = Layout(key, tuple(parameters), like, tuple(map(tuple, parts)))
-
-    # -- this rank's part --------------------------------------------------------------------------
 
     def put(self, version: int, oldest: int, parameters: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of the parameters, which have had ``version`` updates, unless it is there. Nobody asks
@@ -142,8 +134,6 @@ class SharedImages:
             self._heads = _Heads(path, _SLOTS * self._world_size)
         return self._heads
 
-    # -- all parts ---------------------------------------------------------------------------------
-
     def complete(self, version: int, places: Collection[int]) -> SharedImage | None:
         """The parameters at ``places`` with ``version`` updates in them, if all parts are there."""
         layout = self._layout
@@ -186,7 +176,6 @@ class SharedImage:
     places: tuple[int, ...]
 
     def read(self) -> dict[int, torch.Tensor]:
-        """See :meth:`SharedImages.read`."""
         return self.shared.read(self.layout, self.version, self.places)
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from shared_core.encoding.plain import dumps
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state.publication_file import packed
-from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
+from shared_core.worker.state.publications import UNOPTIMIZED, RecordKey, SharedMemoryPublisher
 
 from ..harness import Target, exact, exact_parts, only_errors
 from ..plain_values import values

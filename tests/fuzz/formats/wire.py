@@ -20,7 +20,7 @@ from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.protocol.mirroring import APPEND, BEGIN, END, GET, REMOVE, SYNC, WRITE
 from shared_core.system import secret
 from shared_core.system.wire import Frame, Link
-from shared_core.worker.mirror import Mirror
+from shared_core.worker.state.publications import Mirror
 
 from ..harness import Target, only_errors
 from ..machines import KEY, Said, changed, changes, frames, heard, join, machine, packed, unproved, whole

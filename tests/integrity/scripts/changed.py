@@ -34,7 +34,7 @@ if __name__ == "__main__":
     if what == "exchanging":
         plain_ddp.model = exchanging  # type: ignore[assignment]
     elif not os.environ.get("SWIFT_BASELINE"):
-        from shared_core.worker.integrity.state_check import StateCheck
+        from shared_core.worker.integrity import StateCheck
 
         StateCheck._reduce_again = lambda self, buckets: None  # type: ignore[method-assign]
     plain_ddp.main()

@@ -11,16 +11,17 @@ every replica by the gradients: then all go back to a checkpoint, which was comp
 from __future__ import annotations
 
 import os
-import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import ReplicaMismatch
+from shared_core.config import SwiftConfig
+from shared_core.errors import ReplicaMismatch, Unsupported
 from shared_core.waiting import ranks_text
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.comm.group import SwiftProcessGroup
@@ -29,10 +30,58 @@ from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.replicas import minority
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.local_state import BoundaryPosition
+from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
-#: How long the launcher may take to end a worker that has told of its damage, in seconds.
-_END_S = 60.0
+
+def flip(replicated: Replicated, kind: str, bit: int) -> None:
+    """Flip one bit of a tensor on the CPU as faulty memory does: no version counter and no hook sees it.
+
+    Args:
+        kind: ``flip.parameter`` or ``flip.optimizer``.
+        bit: its number in all parameters, or in all tensors of optimizers one behind the other; taken modulo their
+            number. Raises IndexError if there are none.
+    """
+    description, tensors = replicated.export()
+    count = description["parameters"]
+    chosen = tensors[:count] if kind == "flip.parameter" else tensors[count:]
+    sizes = [8 * tensor.nbytes for tensor in chosen]
+    bit = bit % sum(sizes) if any(sizes) else 0
+    place = 0
+    while bit >= sizes[place]:
+        bit, place = bit - sizes[place], place + 1
+    chosen[place].view(-1).view(torch.uint8).numpy()[bit // 8] ^= 1 << bit % 8
+
+
+def refuse_comparing(
+    config: SwiftConfig,
+    modules: Sequence[DistributedDataParallel],
+    replicated: Replicated,
+    summed: Collection[int],
+    *,
+    whole: bool,
+    operates: bool,
+) -> None:
+    """Raises Unsupported where replicas cannot be compared before their gradients are used.
+
+    Args:
+        summed: identities of the parameters whose gradients DDP sums.
+        whole: each rank trains the whole model.
+        operates: the backend ``swift`` reduces them, and not one of torch's own.
+    """
+    why = ""
+    if not whole:
+        why = "here each rank trains a part of the model"
+    elif not replicated.stepped() <= set(summed):
+        why = "an optimizer steps parameters that DistributedDataParallel does not keep alike on all ranks"
+    elif any(ddp.static_graph for ddp in modules):
+        why = "DistributedDataParallel with static_graph=True reduces gradients later than others"
+    elif config.state.overlapped_update:
+        why = "with state.overlapped_update gradients are used before all are there"
+    elif not operates:
+        why = "here torch's own backend reduces them, out of sight"
+    if why:
+        raise Unsupported(f"state.verify_every compares replicas before their gradients are used, and {why}")
 
 
 class StateCheck:
@@ -56,8 +105,6 @@ class StateCheck:
         self._env, self._runtime = context.env, context.runtime
         self._store, self._fatal_actions = context.store, context.fatal_actions
 
-    # -- where replicas are compared -----------------------------------------------------------------------------------
-
     def before_bucket(self) -> None:
         """A gradient is about to be reduced, in a backward pass; on its thread."""
         version = self._updates.version
@@ -72,7 +119,6 @@ class StateCheck:
         self._reductions += 1
 
     def bucket(self, op: Op) -> None:
-        """DDP has handed over a bucket, which this operation reduces."""
         if self._graph != -1:
             self._buckets.append(op)
 
@@ -102,8 +148,6 @@ class StateCheck:
             exchanged = [each.signature[2] for log in logs for each in log if each.boundary == runtime.boundary]
         # Bytes are pickles, which have no checksum: damaged parameters may be in them.
         return plain and not any("torch.uint8" in dtypes for dtypes in exchanged)
-
-    # -- the comparison ------------------------------------------------------------------------------------------------
 
     def _compare(self, contained: bool, buckets: Sequence[Op]) -> None:
         """Return with the replicated state as most replicas have it, and ``buckets`` reduced from that. Blocks.
@@ -149,10 +193,8 @@ class StateCheck:
             work.wait()
 
     def _leave(self, text: str) -> NoReturn:
-        """This state is damaged: have the launcher replace this worker."""
         self._store.tell_damage({"rank": self._env.rank, "pid": os.getpid(), "what": text})
-        threading.Event().wait(_END_S)
-        os._exit(1)
+        self._fatal_actions.await_end()
 
     def _go_back(self, text: str) -> NoReturn:
         """All start again from a checkpoint. Without one the job ends. One rank says so."""
@@ -167,8 +209,7 @@ class StateCheck:
                     "parameters on one rank alone"
                 )
             )
-        threading.Event().wait(_END_S)
-        os._exit(1)
+        self._fatal_actions.await_end()
 
 
 def _integers(values: Sequence[int]) -> torch.Tensor:

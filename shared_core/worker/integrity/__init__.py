@@ -1,1 +1,0 @@
-"""Silent data corruption: found, named, healed."""
