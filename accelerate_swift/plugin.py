@@ -16,8 +16,7 @@ from torch import nn
 from accelerate_swift import compat
 from accelerate_swift.data import gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
-from accelerate_swift.state import AccelerateRunState
-from accelerate_swift.steps import Steps
+from accelerate_swift.state import AccelerateRunState, Steps
 from accelerate_swift.watch import Watch
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, pipeline
 from shared_core.adapters import launched_by_swiftrun

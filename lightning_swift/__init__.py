@@ -18,8 +18,7 @@ except ImportError as error:
 from lightning_swift.callback import SwiftCallback
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
-from lightning_swift.fabric import SwiftFabricFSDPStrategy, SwiftFabricStrategy, register_fabric
-from lightning_swift.fabric_loop import FabricLoop, attach
+from lightning_swift.fabric import FabricLoop, SwiftFabricFSDPStrategy, SwiftFabricStrategy, attach, register_fabric
 from lightning_swift.pipeline import SwiftPipelineStrategy, register_pipeline
 from lightning_swift.sharded import SwiftFSDPStrategy, register_sharded
 from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register

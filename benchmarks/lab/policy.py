@@ -12,8 +12,8 @@ from benchmarks.lab.policies import draw_policies, format_policies, policy_to_di
 from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
+from shared_core.checkpoint.history import RunEnding, from_history
 from shared_core.checkpoint.policy import POLICIES
-from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError, MissingExtra
 from shared_core.kinds import LONGEST_S, MOST

@@ -22,18 +22,16 @@ from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
 from shared_core.pipeline.hosted_stage import HostedStage, StageState, set_gradients, square_sum
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
-from shared_core.pipeline.sharded import is_sharded
+from shared_core.pipeline.sharded import WholeOptimizer, is_sharded
 from shared_core.pipeline.shared_data import SharedData
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
-from shared_core.pipeline.whole_optimizer import WholeOptimizer
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.gloo_order import order
 from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.places import StagePlaces
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.step import Reader, StageModel, StepOptions, StepResult, Tied
-from shared_core.reroute.summing import GROUPS, SumRule
+from shared_core.reroute.summing import GROUPS, SumRule, gloo_order
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
@@ -211,7 +209,7 @@ class Rerouting:
                 job.fall_back(str(error))
         sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]
         mean = torch.zeros(())
-        for place in order(0, len(sums)):  # in which gloo adds single numbers
+        for place in gloo_order(0, len(sums)):  # in which gloo adds single numbers
             mean += sums[place]
         return mean / len(sums) if len(sums) > 1 else mean
 
@@ -239,7 +237,7 @@ class Rerouting:
                 total += torch.tensor(loss, dtype=dtype)
             sums.append(total / self._topology.micro_batches)
         mean = torch.zeros_like(sums[0])
-        for place in order(0, len(sums)):  # in which gloo adds single numbers
+        for place in gloo_order(0, len(sums)):  # in which gloo adds single numbers
             mean += sums[place]
         if len(sums) > 1:
             mean /= len(sums)

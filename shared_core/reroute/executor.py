@@ -16,22 +16,16 @@ import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed
 from shared_core.reroute.evaluating import Evaluating, Losses
-from shared_core.reroute.finishing import Finishing
-from shared_core.reroute.former import FormerParameters
-from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.history import PlanHistory, StepProgress, change_entry, progresses, summed_stages, text_of
 from shared_core.reroute.keeping import DataAway, Keeping, data_until
-from shared_core.reroute.measuring import Measuring
-from shared_core.reroute.messages import MessageChannel, MessageKind
-from shared_core.reroute.moving import Role, Roles
+from shared_core.reroute.messages import MessageChannel, MessageKind, through_failures
+from shared_core.reroute.moving import Due, Role, Roles, as_plain, from_plain, next_change, tell
 from shared_core.reroute.places import StagePlaces, WorkerPlace
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.reports import RerouteReports
-from shared_core.reroute.row_runner import RowRunner
-from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
-from shared_core.reroute.step import HomeModel, Item, StageModel, Step, StepOptions, StepResult
-from shared_core.reroute.step_progress import StepProgress, change_entry, progresses, summed_stages, text_of
-from shared_core.reroute.through_failures import through_failures
-from shared_core.schedule.routing import survivors
+from shared_core.reroute.reports import Measuring, RerouteReports
+from shared_core.reroute.row_runner import Finishing, RowRunner
+from shared_core.reroute.step import FormerParameters, HomeModel, Item, StageModel, Step, StepOptions, StepResult
+from shared_core.schedule.problem import survivors
 from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.worker.recovery.survivor_group import SurvivorGroup
 

@@ -17,17 +17,85 @@ from torch import Tensor
 
 from shared_core.errors import ReplicaMismatch, Unsupported
 from shared_core.faults import inject
-from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.keeping import Keeping
-from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
 from shared_core.reroute.places import StagePlaces, WorkerPlace
-from shared_core.reroute.reports import RerouteReports
-from shared_core.reroute.row_runner import RowRunner
+from shared_core.reroute.planning import Plans
+from shared_core.reroute.reports import Measuring, RerouteReports
+from shared_core.reroute.row_runner import Finishing, RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
-from shared_core.schedule.normalise import Move
+from shared_core.reroute.times import second_updates, spare_bytes
+from shared_core.schedule.normalise import Move, iteration_cost, normalise, steps_to_wait
 from shared_core.schedule.schedule import PlannedWorker
 from shared_core.worker.recovery.survivor_group import SurvivorGroup
+
+# -- when survivors move, and which: a pure function of what all have told --------------------------------------------
+
+
+#: Multiple of the bytes of the other stage's state that a mover needs: for its gradients, and while they come.
+_ROOM = 2
+
+
+@dataclass(frozen=True)
+class Due:
+    """A change of who computes where: the step before which it is made, and all moves, those made already included."""
+
+    step: int
+    moves: tuple[Move, ...]
+
+
+def next_change(
+    places: StagePlaces, planner: Plans, vacant: frozenset[PlannedWorker], views: Mapping[int, Any], newest: int
+) -> Due | None:
+    """Which change of who computes where is to be made, and when; None for no change.
+
+    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the failures
+    last. It costs the copies, and a step's time, because all stand at the same step boundary. Who moves makes two
+    updates in each step.
+
+    Args:
+        views: what all have told, by rank, with what :func:`tell` says as ``moving``.
+        newest: newest step that anybody may have begun.
+    """
+    topology, times, ordered = places.topology, planner.times, planner.ordered
+    gone, moved = places.gone(vacant), places.moves
+    homes = {places.home_rank(worker): worker for worker in topology.workers()}
+    facts = {homes[rank]: view["moving"] for rank, view in views.items()}
+    sizes = {worker.stage: told["state_bytes"] for worker, told in facts.items()}
+    if times is None or not gone or len(sizes) < topology.stages or any(size is None for size in sizes.values()):
+        return None
+    state = [sizes[stage] or 0 for stage in range(topology.stages)]
+    sent = max(told["sent_bytes"] or 0 for told in facts.values())
+    copies = [size * times.communication / sent if sent else 0.0 for size in state]
+    able = {worker for worker, told in facts.items() if (told["spare_bytes"] or 0) >= _ROOM * max(state)}
+    found = normalise(
+        topology, gone, times=times, variant=planner.variant, moving=copies, ordered=ordered, able=able, moved=moved
+    )
+    if set(found.moves) == set(moved):
+        return None
+    now_vacant = (gone - {move.target for move in moved}) | {move.source for move in moved}
+    second, later = (max(second_updates(times, some).values(), default=0.0) for some in (moved, found.moves))
+    before = iteration_cost(topology, now_vacant, times, planner.variant, ordered) + second
+    new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
+    steps = steps_to_wait(before, found.cost + later, new + before)
+    return None if steps is None else Due(newest + 1 + steps, found.moves)
+
+
+def tell(model: HomeModel, allowed: bool, sent_bytes: int) -> dict[str, int | None]:
+    """What a worker tells for :func:`next_change`; ``sent_bytes`` of an activation that it sends, 0 for none."""
+    size = model.state_bytes if allowed else None
+    return {"state_bytes": size, "sent_bytes": sent_bytes, "spare_bytes": spare_bytes() if size is not None else 0}
+
+
+def as_plain(moves: Sequence[Move]) -> list[list[list[int]]]:
+    return [[list(move.source), list(move.target)] for move in moves]
+
+
+def from_plain(data: Any) -> tuple[Move, ...]:
+    return tuple(Move(PlannedWorker(*source), PlannedWorker(*target)) for source, target in data)
+
+
+# -- how they move ----------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -17,10 +17,9 @@ from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.schedule.greedy import EFFORT
 from shared_core.schedule.optimal import has_solver
-from shared_core.schedule.planner import IterationPlan, plan
+from shared_core.schedule.planner import IterationPlan, canonical, patterns, plan, rename
 from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
-from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times
 from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
 

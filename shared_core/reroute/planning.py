@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 
 from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
-from shared_core.reroute.room import MemoryUse, room_of
-from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, second_updates, to_dict
+from shared_core.reroute.times import EQUAL, MemoryUse, drifts, from_dict, room_of, rounded, second_updates, to_dict
 from shared_core.schedule.normalise import Move
-from shared_core.schedule.planner import IterationPlan
+from shared_core.schedule.planner import REPLAN_EFFORT, IterationPlan
 from shared_core.schedule.problem import Memory, Variant
-from shared_core.schedule.remainder import EFFORT
 from shared_core.schedule.schedule import Action, PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import Times, simulate
 
@@ -202,7 +200,7 @@ class Plans:
         elif ready:
             found = self._store(settings).look_up(failed) or settings.plan(failed)
         if found is None:
-            found = settings.plan_within(failed, EFFORT)
+            found = settings.plan_within(failed, REPLAN_EFFORT)
         self._known[settings.key, failed] = found
         self._looked_up = ready, time.perf_counter() - began
         return found

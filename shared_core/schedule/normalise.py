@@ -17,8 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shared_core.errors import ConfigError
-from shared_core.schedule.problem import Variant
-from shared_core.schedule.routing import survivors
+from shared_core.schedule.problem import Variant, survivors
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
 from shared_core.schedule.timing import Times
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint.hazard import Hazard
-from shared_core.checkpoint.history import SILENT_S, Run, append, read
-from shared_core.checkpoint.run_ends import RunEnding, from_history
+from shared_core.checkpoint.history import SILENT_S, Hazard, Run, RunEnding, append, from_history, read
 from shared_core.errors import ConfigError
 
 

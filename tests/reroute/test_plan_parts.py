@@ -11,13 +11,11 @@ import pytest
 from benchmarks.lab.draw import draw_file, draw_text
 from shared_core.errors import ConfigError, WaitTimeout
 from shared_core.reroute.plan_cache import PlanStore, Settings
-from shared_core.reroute.times import second_updates
+from shared_core.reroute.times import COMMUNICATION, Profile, second_updates
 from shared_core.schedule.normalise import Move, normalise, stage_cost
-from shared_core.schedule.planner import plan
+from shared_core.schedule.planner import canonical, patterns, plan, rename
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.profile import COMMUNICATION, Profile
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, one_f_one_b
-from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 TOPOLOGY = Topology(3, 4, 6)

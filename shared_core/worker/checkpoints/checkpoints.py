@@ -37,11 +37,10 @@ from shared_core.waiting import Wait
 from shared_core.worker import link
 from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
-from shared_core.worker.checkpoints.origins import Origins
+from shared_core.worker.checkpoints.origins import Origins, RunIdentity
 from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
-from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import plain

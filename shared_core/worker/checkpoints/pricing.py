@@ -11,12 +11,9 @@ from torch.optim import Optimizer
 
 from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import CostMeter
-from shared_core.checkpoint.curve import CurveFitter, Fit
-from shared_core.checkpoint.hazard import Hazard
-from shared_core.checkpoint.history import Run
-from shared_core.checkpoint.pieces import Pieces
+from shared_core.checkpoint.curve import CurveFitter, Fit, Pieces
+from shared_core.checkpoint.history import Hazard, Run, RunEnding, from_history
 from shared_core.checkpoint.policy import Situation, grown, make_policy
-from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.resources import what_to_do

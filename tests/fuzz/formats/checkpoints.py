@@ -145,7 +145,7 @@ def _read_history(data: bytes, folder: Path) -> Any:
     path = folder / "history"
     path.write_bytes(data)
     found = history.read(path, now=2e9)
-    from shared_core.checkpoint.run_ends import from_history
+    from shared_core.checkpoint.history import from_history
 
     from_history(found.runs)
     return tuple(replace(run, time=max(run.time, 1.0)) for run in found.runs)  # 0 is written as now
