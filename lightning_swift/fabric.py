@@ -20,8 +20,8 @@ from torch.distributed.constants import default_pg_timeout
 
 import shared_core
 from lightning_swift import compat
-from lightning_swift.banner import leave_out
 from lightning_swift.launching import workers_here
+from lightning_swift.recovering import leave_out_banner
 from lightning_swift.support import check_ddp_options
 from shared_core import Job, SwiftConfig, TrainingLoop, install
 from shared_core.adapters import (
@@ -56,7 +56,7 @@ class _Surviving(ParallelStrategy):
                 self._options[name] = absolute(self._options[name])
         self._config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
         self.job = install() if launched_by_swiftrun() else None
-        leave_out(self.job)
+        leave_out_banner(self.job)
         if self.job is not None:
             prepare()
             compat.note_fabric_loaders()

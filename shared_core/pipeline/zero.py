@@ -28,7 +28,7 @@ from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
 # -- what was divided over another number of ranks, divided again: functions of plain data ----------------------------
 #
 # Each rank holds flat tensors (masters, moments, gradients). One is a row of pieces: one of each parameter (stage 3),
-# or one of all parameters of a group (stages 1 and 2). All ranks have pieces of the same sizes; the last ones are padded.
+# or one of all parameters of a group (stages 1 and 2). All ranks have pieces of the same sizes; the last are padded.
 
 
 class StagePiece(NamedTuple):

@@ -14,9 +14,10 @@ import pytest
 from checkpoint_tools import finish, run_writer, snapshot, writing
 from harness import until
 
-from shared_core.checkpoint import Spool, lineage, store
+from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.lineage import candidates, contents, continues, folder_of, next_start, to_adopt
+from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.verdict import sentence, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -206,8 +207,8 @@ def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spoo
 def test_a_manifest_says_when_it_was_committed(where: Path) -> None:
     save(where, A, EARLY, 10)
     (found,) = contents(where).saved
-    assert found.time == found.checkpoint.time > 0
-    assert store.step_of(found.checkpoint.folder) == 10 and store.step_of("other") is None
+    assert found.time > 0
+    assert store.step_of(found.folder) == 10 and store.step_of("other") is None
 
 
 # -- clocks, and what cannot be used ----------------------------------------------------------------------------------

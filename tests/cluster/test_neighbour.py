@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint import Sealed, Spool
 from shared_core.checkpoint.image import write_file
+from shared_core.checkpoint.spool import Sealed, Spool
 from shared_core.checkpoint.writer import CheckpointWriter
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.events import EventLog
@@ -168,7 +168,6 @@ sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 from pathlib import Path
 from test_neighbour import OneMachine
 from shared_core.launcher import neighbour
-from shared_core.worker.checkpoints.recovery_line import find_in_memory
 one = OneMachine(Path({str(other)!r}), 0)
 one.snapshot(20)
 send, sent = neighbour.send_file, []

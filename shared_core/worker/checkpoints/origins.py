@@ -18,7 +18,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints import recovery_line, resharding
-from shared_core.worker.checkpoints.recovery_line import Line, Loaded
+from shared_core.worker.checkpoints.recovery_line import Line, Restored
 from shared_core.worker.fatal_actions import FatalActions
 
 #: Key in the store: the run of this attempt and what it adopted, for replacements, which do not read its checkpoint.
@@ -109,7 +109,7 @@ class Origins:
         """Where the checkpoint lies that the job was told to begin with; empty for none."""
         return absolute(self._env.config.checkpoint.resume_from) if self._env.config.checkpoint.resume_from else ""
 
-    def choose(self, limit_s: float | None) -> Loaded | None:
+    def choose(self, limit_s: float | None) -> Restored | None:
         """The checkpoint that this attempt begins with, read by all ranks; None for none. All ranks call this.
         ``limit_s``: longest wait for other ranks, in seconds; None for ``wait_timeout_s``.
 
@@ -130,12 +130,12 @@ class Origins:
         loaded = recovery_line.agree(
             self._env, self._store(), found, lambda line: resharding.load(line, self._env), limit_s
         )
-        if loaded is not None and not loaded.line.adopts:
-            self._hold(loaded.line.run)
+        line = loaded.line if loaded is not None else None
+        if line is not None and not line.adopts:
+            self._hold(line.run)
         passed = there.unusable(self._env.command.key)
         if not self._env.rank and not self._env.incarnation:
-            taken = loaded.line.saved if loaded is not None else None
-            lineage.tell_passed(passed, taken)
+            lineage.tell_passed(passed, line.saved if line is not None else None)
         if loaded is None and self.told:
             raise Unsupported(f"checkpoint.resume_from: no checkpoint at {self.told} can be read on every rank")
         unusable = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)
@@ -147,9 +147,9 @@ class Origins:
 
     def adopted(self, line: Line) -> str:
         """Text for the user about an adopted checkpoint. Empty in all ranks but the first, and in replacements."""
-        if not line.adopts or self._env.rank or self._env.incarnation:
+        if line.saved is None or not line.adopts or self._env.rank or self._env.incarnation:
             return ""
-        return f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'"
+        return f"begins with step {line.step} at {line.adopts}, of '{line.saved.command.short}'"
 
     def left_behind(self) -> str:
         """Text for the user: why this attempt starts from scratch although there are checkpoints. Empty if there are

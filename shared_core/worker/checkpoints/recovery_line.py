@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from shared_core.system.snapshot_wire import GET, LIST, PART, SIZE, Key, ask, re
 from shared_core.system.wire import connect
 from shared_core.transport.store import Store
 from shared_core.waiting import wait_for
+from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.records import Records, from_plain
 from shared_core.worker.state.replicated import Replicated
 
 # -- snapshots in the machines' memories, which their agents keep (``launcher/neighbour.py``) -------------------------
@@ -177,7 +181,7 @@ class Line:
     open: Callable[[str], bytes | Path]
     time: float = 0.0
     adopts: str = ""
-    saved: lineage.SavedCheckpoint | None = None
+    saved: store.Checkpoint | None = None
 
     @property
     def run(self) -> str:
@@ -197,25 +201,44 @@ class Line:
 
 
 @dataclass
-class Loaded:
-    """This rank's part of a checkpoint.
+class Restored:
+    """What one rank begins with: its part of a checkpoint, or what others have sent or handed on to it.
 
     Attributes:
-        local: rank-local state, ends and records.
+        ends: results and state of finished entry calls, by number.
+        records: results of start-up operations, and of DDP's agreement on buckets.
+        description: of the replicated state; None for the one that this worker has anyway.
+        owned: nobody else uses the tensors, so they may be taken without a copy.
         resized: another number of workers made it.
-        added: no old rank became this one; ``local`` is another's.
+        added: no old rank became this one; ``parts`` are another's.
+        main: the newest publication of rank 0, where another rank takes its place.
+        line: the checkpoint; None where it is none.
         collect: where this rank trains another part of the model than any old one, gives description and tensors
             instead; those are empty then.
     """
 
     boundary: StepBoundary
-    local: dict[str, Any]
-    description: dict[str, Any]
-    tensors: list[torch.Tensor]
-    line: Line
+    parts: dict[str, Any]
+    ends: dict[int, tuple[Any, dict[str, Any]]]
+    records: Records
+    description: dict[str, Any] | None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    owned: bool = False
     resized: bool = False
     added: bool = False
+    main: dict[str, Any] = field(default_factory=dict)
+    line: Line | None = None
     collect: Collect | None = None
+
+    @property
+    def tier(self) -> str:
+        """Where the checkpoint lay; empty where it is none."""
+        return self.line.tier if self.line is not None else ""
+
+    @property
+    def workers(self) -> int:
+        """Ranks of the job that made the checkpoint."""
+        return self.line.world_size if self.line is not None else 0
 
 
 def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
@@ -248,10 +271,6 @@ def _opener(paths: Mapping[str, Path]) -> Callable[[str], bytes | Path]:
     return opened
 
 
-def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
-    return lambda name: store.read_part(found, name)
-
-
 def in_storage(found: lineage.Contents, world_size: int | None = None) -> list[Line]:
     """Committed checkpoints of jobs of ``world_size`` ranks (None: any), oldest first."""
     mine = sorted(found.saved, key=lambda each: (lineage.age_key(each.run), each.step))
@@ -271,20 +290,42 @@ def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
             f"checkpoint.resume_from: there is no whole checkpoint at {where}{bad}; name the folder of one (step-...), "
             "or a folder that holds some: swiftctl checkpoints DIR lists them"
         )
-    return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
+    return [_of_storage(each, adopts=str(each.path)) for each in found]
 
 
-def _of_storage(saved: lineage.SavedCheckpoint, adopts: str = "") -> Line:
-    found = saved.checkpoint
+def _of_storage(found: store.Checkpoint, adopts: str = "") -> Line:
     session = str(found.meta.get("session"))
-    return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts, saved)
+    return Line(found.step, session, STORAGE, found.meta, partial(store.read_part, found), found.time, adopts, found)
 
 
-def load(line: Line, rank: int) -> Loaded:
+def load(line: Line, rank: int) -> Restored:
     """Read this rank's part of a checkpoint; raises CorruptFile if it cannot be read as it was written."""
     local = load_local(line, rank)
     boundary = boundary_of(local)
-    return Loaded(boundary, local, *load_replicated(line, boundary), line)
+    return restored(line, boundary, local, load_replicated(line, boundary))
+
+
+def restored(
+    line: Line,
+    boundary: StepBoundary,
+    local: Mapping[str, Any],
+    state: tuple[dict[str, Any], list[torch.Tensor]],
+    *,
+    resized: bool = False,
+    added: bool = False,
+    collect: Collect | None = None,
+) -> Restored:
+    """From what a rank keeps for itself, and description and tensors of the replicated state."""
+    parts, ends, records = local["parts"], local["ends"], from_plain(local["records"])
+    return Restored(boundary, parts, ends, records, *state, resized=resized, added=added, line=line, collect=collect)
+
+
+def ends_before(publisher: SharedMemoryPublisher, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+    ends: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for number in range(entry):
+        with suppress(FileNotFoundError, CorruptFile):
+            ends[number] = publisher.read_end(number)
+    return ends
 
 
 def boundary_of(local: Mapping[str, Any]) -> StepBoundary:
@@ -325,9 +366,9 @@ def agree(
     env: WorkerEnv,
     client: Store,
     mine: list[Line],
-    read: Callable[[Line], Loaded] | None = None,
+    read: Callable[[Line], Restored] | None = None,
     limit_s: float | None = None,
-) -> Loaded | None:
+) -> Restored | None:
     """The newest checkpoint that all ranks have and can read; None if there is none.
 
     All ranks of the attempt call this; a replacement that comes later gets the same answer.
@@ -374,7 +415,7 @@ def agree(
         rank, why = next(iter(failed.items()))
         if rank == env.rank:
             saved = offers[key].saved
-            where = f" in {saved.checkpoint.path.parent}" if saved is not None else ""
+            where = f" in {saved.path.parent}" if saved is not None else ""
             console(f"rank {rank}: the checkpoint at step boundary {offers[key].step}{where} is passed over: {why}")
     if refusal is not None:
         raise refusal

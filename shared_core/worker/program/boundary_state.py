@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from shared_core.worker.checkpoints.recovery_line import Restored
 from shared_core.worker.checkpoints.resharding import GRADIENTS
-from shared_core.worker.checkpoints.restored import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.program.trained import Trained

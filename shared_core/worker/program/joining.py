@@ -12,7 +12,7 @@ import torch
 from shared_core.encoding.plain import dumps
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
-from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.checkpoints.recovery_line import Restored
 from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.program.boundary_state import BoundaryState
 from shared_core.worker.program.publishing import Publishing

@@ -18,7 +18,7 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.faults import inject
-from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.checkpoints.recovery_line import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op

@@ -13,8 +13,7 @@ from shared_core.errors import CorruptFile, DamagedRecord, RecoveryFailed, Swift
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
-from shared_core.worker.checkpoints.recovery_line import Collect
-from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.checkpoints.recovery_line import Collect, Restored, ends_before
 from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Received, unpack_rank

@@ -61,7 +61,7 @@ def _use(data: bytes, folder: Path) -> Any:
         str(lineage.next_start(contents, command))
     lineage.left_behind(str(folder / "checkpoints"), _COMMAND.key, "--adopt", continues=True, again="--resume")
     lineage.to_adopt(str(where))
-    store.prune(where, 2, lambda found: lineage.SavedCheckpoint(found).run == "x")
+    store.prune(where, 2, lambda found: found.run == "x")
     return lineage.first_whole(contents.saved)
 
 
