@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -52,17 +53,13 @@ def refuse_apart(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         wrapped = [model for model in wrapped if own & {id(each) for each in model.parameters()}]
         if wrapped:
-            handles.append(optimizer.register_step_pre_hook(_Check(wrapped)))
+            handles.append(optimizer.register_step_pre_hook(partial(_refuse_unsummed, wrapped)))
     return handles
 
 
-class _Check:
-    def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
-        self._models = models
-
-    def __call__(self, *args: Any) -> None:
-        if not any(model.require_backward_grad_sync for model in self._models):
-            raise Unsupported(_APART)
+def _refuse_unsummed(models: Sequence[DistributedDataParallel], *_: Any) -> None:
+    if not any(model.require_backward_grad_sync for model in models):
+        raise Unsupported(_APART)
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

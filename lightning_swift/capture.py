@@ -168,7 +168,7 @@ class RunState:
             ("averages", self.averages.capture, self.averages.restore, False),
             ("metrics", lambda: None, self._restore_metrics, False),
             ("flags", self._capture_flags, self._restore_flags, False),
-            ("callbacks", self._of("callbacks").capture, self._of("callbacks").restore, False),
+            ("callbacks", self._capture_callbacks, self._restore_callbacks, False),
             ("results", self._results.capture, self._restore_results, True),
             ("schedulers", self._capture_schedulers, self._restore_schedulers, False),
             ("data", self.data.capture, self._restore_data, False),
@@ -204,14 +204,17 @@ class RunState:
 
     # -- holders ------------------------------------------------------------------------------------------------------
 
-    def _of(self, name: str) -> _Lazy:
-        return _Lazy(lambda: self._holders(name))
-
     def _holders(self, name: str) -> Holders:
         if name not in self._built:
             self._built[name] = Holders(*_BUILDERS[name](self.trainer))
         found: Holders = self._built[name]
         return found
+
+    def _capture_callbacks(self) -> Any:
+        return self._holders("callbacks").capture()
+
+    def _restore_callbacks(self, data: Any) -> None:
+        self._holders("callbacks").restore(data)
 
     def _model(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
         if "model" not in self._built:
@@ -315,17 +318,6 @@ class RunState:
     def _restore_schedulers(self, data: list[Any]) -> None:
         for config, state in zip(self.trainer.strategy.lr_scheduler_configs, data, strict=False):
             config.scheduler.load_state_dict(decode(state))
-
-
-class _Lazy:
-    def __init__(self, build: Callable[[], Holders]) -> None:
-        self._build = build
-
-    def capture(self) -> Any:
-        return self._build().capture()
-
-    def restore(self, data: Any) -> None:
-        self._build().restore(data)
 
 
 _OF_MODULES = frozenset(vars(pl.LightningModule())) | compat.METRIC_INTERNALS | frozenset(vars(nn.Module()))

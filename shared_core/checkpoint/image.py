@@ -279,12 +279,14 @@ class Stager:
 
 def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The distinct tensors, detached; and for each name of the same tensor the name under which it is stored."""
+    import torch
+
     unique: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        if str(tensor.dtype) not in _NAMES or tensor.layout != _strided() or tensor.device.type == "meta":
+        if str(tensor.dtype) not in _NAMES or tensor.layout != torch.strided or tensor.device.type == "meta":
             raise Unsupported(
                 f"tensor {name!r} ({tensor.dtype}, {tensor.layout}, {tensor.device.type}) has no place in a "
                 "safetensors file; keep it out of the state, or as another type"
@@ -301,12 +303,6 @@ def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
 def _version(tensor: torch.Tensor) -> int:
     """torch's count of changes in place; always 0 for tensors made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _strided() -> torch.layout:
-    import torch
-
-    return torch.strided
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, ImageEntry]]:

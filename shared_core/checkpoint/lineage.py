@@ -132,7 +132,9 @@ class Contents:
         return self.ended.get(key[:8], frozenset())
 
     def continues(self, run: str, key: str) -> bool:
-        return continues(run, self.ended_of(key))
+        """Whether a command's next start may continue with a run of it: neither that nor a later one has ended well."""
+        ends = self.ended_of(key)
+        return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
 
     def unusable(self, key: str) -> list[PassedOver]:
         """What the next start of a command would look at, and cannot use; of the newest run first."""
@@ -195,12 +197,6 @@ def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents
     except (OSError, SwiftError) as error:
         say(f"checkpoints in {where} cannot be listed: {error}; this start continues none of them")
         return Contents()
-
-
-def continues(run: str, ended: Iterable[str]) -> bool:
-    """Whether the next start of a command may continue with one of its runs: it has not ended well, nor a later one."""
-    ends = set(ended)
-    return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
 
 
 def candidates(found: Contents, key: str) -> list[Checkpoint]:

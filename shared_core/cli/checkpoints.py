@@ -13,7 +13,7 @@ from typing import Any
 
 from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.lineage import Checkpoint, Contents, Next
+from shared_core.checkpoint.lineage import Contents, Next
 from shared_core.checkpoint.storage import check_place, open_storage
 from shared_core.cli import arguments
 from shared_core.errors import ConfigError, SwiftError
@@ -94,7 +94,7 @@ def _following(options: argparse.Namespace, contents: Contents, rows: Sequence[_
     """What the next start of each command does, or of the one that was named."""
     whole = [row.found.checkpoint for row in rows if row.whole]
 
-    def fits(each: Checkpoint) -> bool:
+    def fits(each: store.Checkpoint) -> bool:
         return each in whole and options.world_size in (None, each.meta.get("world_size"))
 
     commands = contents.commands()

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -341,7 +341,7 @@ class StageBackward:
     same share as in other stages; where that cannot be, I does nothing and W is the whole backward.
 
     Args:
-        outputs: what the forward returned: tensors, also within tuples, lists and dicts. Others are passed over.
+        outputs: what the forward returned.
         inputs: tensors that the forward was given; those that require a gradient must be leaves.
         apart: outputs have a backward each, one after the other, as in DeepSpeed's pipelines, and not one for all. It
             rounds differently; where there are several that require a gradient, the backward is not split then.
@@ -349,9 +349,9 @@ class StageBackward:
     Raises ValueError if an input that requires a gradient is not a leaf: its own graph would be run too.
     """
 
-    def __init__(self, outputs: Any, inputs: Iterable[Tensor], apart: bool = False) -> None:
+    def __init__(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor], apart: bool = False) -> None:
         self._apart = apart
-        self._outputs = tuple(_tensors(outputs))
+        self._outputs = tuple(outputs)
         self._inputs = tuple(inputs)
         if any(x.requires_grad and not x.is_leaf for x in self._inputs):
             raise ValueError("inputs of a stage that require a gradient must be leaves: detach them before the forward")
@@ -361,16 +361,6 @@ class StageBackward:
         self._tails: list[_LateTail] = []
         self._early: list[tuple[Tensor, Tensor]] = []
         self._postponed: tuple[list[Tensor], list[Tensor]] | None = None
-
-    @classmethod
-    def forward(cls, fn: Callable[..., Any], *inputs: Any) -> tuple[Any, Self]:
-        """Run ``fn`` on ``inputs``, detached; returns its result, and its backward.
-
-        A gradient is wanted for tensors in ``inputs`` that require one; gradients come in the order of these tensors.
-        """
-        leaves: list[Tensor] = []
-        outputs = fn(*_detached(inputs, leaves))
-        return outputs, cls(outputs, leaves)
 
     def backward(self, grads: Sequence[Tensor | None] | None = None) -> Gradients:
         """B: all gradients at once, as ``torch.autograd.backward`` does it.
@@ -597,27 +587,3 @@ def _hold(plan: Survey, kept: list[_Held]) -> None:
 def _take(raw: Any, held: _Held) -> _Held:
     raw.register_hooks(held.pack, _Held.unpack)
     return held
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _detached(value: Any, leaves: list[Tensor]) -> Any:
-    """``value`` with leaves in place of its tensors, which share their memory; adds them to ``leaves``."""
-    if isinstance(value, Tensor):
-        leaves.append(value.detach().requires_grad_(value.requires_grad))
-        return leaves[-1]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_detached(one, leaves) for one in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_detached(one, leaves) for one in value)
-    if isinstance(value, dict):
-        return {name: _detached(one, leaves) for name, one in value.items()}
-    return value

@@ -16,7 +16,7 @@ from harness import until
 
 from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.lineage import candidates, contents, continues, folder_of, next_start, to_adopt
+from shared_core.checkpoint.lineage import Contents, candidates, contents, folder_of, next_start, to_adopt
 from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.verdict import sentence, verdict
 
@@ -136,7 +136,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_which_runs_the_next_start_may_continue_with(name: str) -> None:
     runs, ended, wanted = RUNS[name]
-    assert [run for run in runs if continues(run, ended)] == wanted
+    assert [run for run in runs if Contents(ended={"x": frozenset(ended)}).continues(run, "x")] == wanted
 
 
 def test_the_newest_run_comes_first_however_far_an_earlier_one_had_got(where: Path) -> None:

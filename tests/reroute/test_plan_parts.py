@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab.draw import draw_file, draw_text
-from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import PlanStore, Settings
 from shared_core.reroute.times import COMMUNICATION, Profile, second_updates
 from shared_core.schedule.normalise import Move, normalise, stage_cost
@@ -136,10 +136,9 @@ def test_plans_are_stored(tmp_path: Path) -> None:
     assert store.look_up(places((1, 2))) is None
     filling = store.fill_in_background(1)
     try:
-        filling.wait(60)
+        assert filling.wait(60) == 0
     finally:
-        filling.stop()
-    assert not filling.running
+        filling.kill()
     fresh = PlanStore(tmp_path, settings)
     for worker in TOPOLOGY.workers():
         found = fresh.look_up([worker])
@@ -173,13 +172,6 @@ def test_nobody_wants_the_plans(tmp_path: Path) -> None:
     """What the process in the background does when the one that started it is gone."""
     store = PlanStore(tmp_path, Settings(TOPOLOGY))
     assert store.fill(2, wanted=lambda: len(list(store.folder.glob("failed-*"))) < 2) == 2
-
-
-def test_planning_that_takes_too_long_is_said(tmp_path: Path) -> None:
-    filling = PlanStore(tmp_path, Settings(Topology(4, 8, 64))).fill_in_background(3)
-    with pytest.raises(WaitTimeout, match="plans were not ready after 0 s"):
-        filling.wait(0)
-    filling.stop()
 
 
 def test_measured_times() -> None:
