@@ -11,7 +11,7 @@ import csv
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -58,40 +58,6 @@ class _LazyService:
 
     def _write(self, metrics: Mapping[str, Any], step: Any, more: dict[str, Any]) -> None:
         self._log(dict(metrics), step)
-
-
-class Services:
-    """Loggers that send to a service (Weights & Biases, MLflow) and write no files. Rank 0 only."""
-
-    def __init__(self, job: Job, loggers: Sequence[Logger]) -> None:
-        self._job, self._loggers, self._opened = job, loggers, False
-        for logger in loggers:
-            if _ROWS not in vars(logger):
-                vars(logger)[_ROWS] = _LazyService(job, logger)
-
-    def take_up(self, logger: Logger, run: str | None) -> None:
-        """Before a logger opens its run: have it take up the failed worker's."""
-        if run is not None:
-            compat.take_up_run(logger, run)
-
-    def opened(self) -> None:
-        """Runs are open: note them, for replacements."""
-        if self._opened or not self._loggers:
-            return
-        self._opened = True
-        note_runs(self._job)
-        for logger in self._loggers:
-            if isinstance(logger, WandbLogger):
-                note_file(self._job, logger.experiment)
-
-    def capture(self, logger: Logger) -> dict[str, Any]:
-        self.opened()
-        known = isinstance(logger, (MLFlowLogger, WandbLogger))
-        return {"run": logger.version if known else None, "given": vars(logger)[_ROWS].state()}
-
-    def restore(self, logger: Logger, rows: Any) -> None:
-        if rows is not None:
-            vars(logger)[_ROWS].rows.restore(rows)
 
 
 def _service(job: Job, logger: Logger) -> Service:
@@ -295,7 +261,9 @@ class Loggers:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._others: dict[int, Holder] = {}
-        self._services: Services | None = None
+        self._job: Job | None = None  # once there is one, in rank 0
+        self._services: list[Logger] = []
+        self._noted = False
 
     def prepare(self, job: Job, state: Any) -> None:
         """Before anything is logged: see that loggers of services write each row once.
@@ -303,17 +271,28 @@ class Loggers:
         In a replacement, take up runs that a service knows by name, and the versions of a run that was started before.
         """
         if self._trainer.is_global_zero:
-            self._services = Services(job, [each for each in self._trainer.loggers if not _keeps_rows(each)])
+            self._job = job
+            self._services = [each for each in self._trainer.loggers if not _keeps_rows(each)]
+        for logger in self._services:
+            if _ROWS not in vars(logger):
+                vars(logger)[_ROWS] = _LazyService(job, logger)
         for logger, data in self._pairs(state):
             version = (data or {}).get("version")
             if version is not None:
                 _take_up_version(logger, version)
-            if self._services is not None:
-                self._services.take_up(logger, (data or {}).get("run"))
+            run = (data or {}).get("run")
+            if run is not None:
+                compat.take_up_run(logger, run)
 
     def opened(self) -> None:
-        if self._services is not None:
-            self._services.opened()
+        """Runs are open: note them, for replacements."""
+        if self._noted or not self._services or self._job is None:
+            return
+        self._noted = True
+        note_runs(self._job)
+        for logger in self._services:
+            if isinstance(logger, WandbLogger):
+                note_file(self._job, logger.experiment)
 
     def capture(self) -> Any:
         if not self._trainer.is_global_zero:
@@ -323,8 +302,9 @@ class Loggers:
     def restore(self, state: Any) -> None:
         joining = _joining()
         for logger, data in self._pairs(state):
-            if self._services is not None and "given" in (data or {}):
-                self._services.restore(logger, data["given"])
+            rows = (data or {}).get("given")
+            if self._job is not None and rows is not None:
+                vars(logger)[_ROWS].rows.restore(rows)
             if data is None or joining:
                 continue  # joining: an entry call was skipped; later ones have written to the same files
             if isinstance(logger, CSVLogger):
@@ -347,7 +327,11 @@ class Loggers:
         if is_own(logger):
             return None
         found = {"attributes": self._other(logger).capture()}
-        return found if self._services is None else found | self._services.capture(logger)
+        if self._job is None:
+            return found
+        self.opened()
+        run = logger.version if isinstance(logger, (MLFlowLogger, WandbLogger)) else None
+        return found | {"run": run, "given": vars(logger)[_ROWS].state()}
 
     def _other(self, logger: Logger) -> Holder:
         if id(logger) not in self._others:

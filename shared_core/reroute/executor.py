@@ -22,7 +22,7 @@ from shared_core.reroute.messages import MessageChannel, MessageKind, through_fa
 from shared_core.reroute.moving import Due, Role, Roles, as_plain, from_plain, next_change, tell
 from shared_core.reroute.places import StagePlaces, WorkerPlace
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.reports import Measuring, RerouteReports
+from shared_core.reroute.reports import Measuring
 from shared_core.reroute.row_runner import Finishing, RowRunner
 from shared_core.reroute.step import FormerParameters, HomeModel, Item, StageModel, Step, StepOptions, StepResult
 from shared_core.schedule.problem import survivors
@@ -70,14 +70,13 @@ class Executor:
         self.step = 0
 
     def _role(self, place: WorkerPlace, model: StageModel) -> Role:
-        measuring = Measuring(place, self._planner)  # durations are of the place at which they are taken
-        reports = RerouteReports(place, self._planner, measuring, self._history)
+        measuring = Measuring(place, self._planner, self._history)  # durations are of the place at which they are taken
         former, keeping = FormerParameters(model), Keeping(place)
         finishing = Finishing(
-            place, model, former, self._history, self._steps, self._joining_ranks, self._options, measuring, reports
+            place, model, former, self._history, self._steps, self._joining_ranks, self._options, measuring
         )
         runner = RowRunner(place, model, former, self._options, finishing, keeping, measuring, self._noted)
-        return Role(place, model, measuring, reports, finishing, keeping, runner, {})
+        return Role(place, model, measuring, finishing, keeping, runner, {})
 
     # -- what the engine calls ---------------------------------------------------------------------
 
@@ -124,12 +123,12 @@ class Executor:
         if not changed:  # else the data are sent already
             role.keeping.give(step, plan)
         if step.result is None:
-            role.reports.report(step.number)
+            role.measuring.report(step.number)
         role.runner.run(step, plan)
         role.finishing.finish(step)
         assert self._channel is not None
         if self._roles.away:
-            self._roles.following.follow(self._channel, step, self.failed)
+            self._roles.follow(self._channel, step, self.failed)
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
         role.measuring.agree(self._channel, step.number, activations)

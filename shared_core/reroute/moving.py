@@ -21,7 +21,7 @@ from shared_core.reroute.keeping import Keeping
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
 from shared_core.reroute.places import StagePlaces, WorkerPlace
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.reports import Measuring, RerouteReports
+from shared_core.reroute.reports import Measuring
 from shared_core.reroute.row_runner import Finishing, RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
 from shared_core.reroute.times import second_updates, spare_bytes
@@ -105,7 +105,6 @@ class Role:
     place: WorkerPlace
     model: StageModel
     measuring: Measuring
-    reports: RerouteReports
     finishing: Finishing
     keeping: Keeping
     runner: RowRunner
@@ -136,7 +135,7 @@ class Roles:
     ) -> None:
         self._home, self._model, self._places, self._make = home, model, places, make
         self.home = self.now = make(WorkerPlace(home, places), model)
-        self.following = StateFollower(home, model, places)
+        self._givers: dict[int, int] = {}
         self._hosted: dict[PlannedWorker, Role] = {}  # by place: the one that is run, and one that is made ready
         self._state: Tensor | None = None
 
@@ -176,7 +175,7 @@ class Roles:
             for rank, view in views.items()
         }
         channel = MessageChannel(survivor_group, self._places.topology, self.now.shapes, knows)
-        self.now.reports.connect(channel)
+        self.now.measuring.connect(channel)
         self.now.finishing.connect(channel)
         self.now.runner.connect(channel)
         self.now.keeping.connect(channel, steps, views)
@@ -200,7 +199,8 @@ class Roles:
                     facts = views[self._places.home_rank(move.source)]["steps"].get(str(number), {})
                     if not facts.get("followed", True):
                         self.now.finishing.feed(step, [move.source])
-        self.following.learn({number: ranks & home for number, ranks in having.items()})
+        # The lowest rank that has the sum of this worker's stage gives it.
+        self._givers = {number: min(ranks & home) for number, ranks in having.items() if ranks & home}
         return having
 
     def offer(self, moves: Sequence[Move], ranks: Sequence[int]) -> dict[str, Any]:
@@ -240,31 +240,10 @@ class Roles:
         inject.point("reroute.move")
         return wrong
 
-    def _new(self, moves: Sequence[Move]) -> list[Move]:
-        return [move for move in moves if move not in self._places.moves]
-
-    def _giver(self, stage: int, ranks: Sequence[int]) -> int:
-        """Rank that gives the state of a stage: the lowest of those that belong to it."""
-        return min(
-            rank
-            for worker in self._places.topology.workers()
-            if worker.stage == stage and (rank := self._places.home_rank(worker)) in ranks
-        )
-
-
-class StateFollower:
-    """Makes the updates of the home stage in a worker that has moved to another."""
-
-    def __init__(self, home: PlannedWorker, model: StageModel, places: StagePlaces) -> None:
-        self._home, self._model, self._places = home, model, places
-        self._givers: dict[int, int] = {}
-
-    def learn(self, having: Mapping[int, set[int]]) -> None:
-        """On a new survivor group: by step, the ranks that have the sum of this worker's stage. The lowest gives it."""
-        self._givers = {step: min(ranks) for step, ranks in having.items() if ranks}
-
     def follow(self, channel: MessageChannel, step: Step, vacant: frozenset[PlannedWorker]) -> None:
-        """Make the update of a step that has ended; after SurvivorGroupBroken another call continues."""
+        """In a worker that has moved, make its home stage's update of a step that has ended; after SurvivorGroupBroken
+        another call continues.
+        """
         parameters = self._model.parameters
         if step.home is None:
             peers = [PlannedWorker(d, self._home.stage) for d in range(self._places.topology.pipelines)]
@@ -278,6 +257,17 @@ class StateFollower:
             self._model.set_gradients(step.home)
             self._model.update(step.verdict, False)
             step.followed = True
+
+    def _new(self, moves: Sequence[Move]) -> list[Move]:
+        return [move for move in moves if move not in self._places.moves]
+
+    def _giver(self, stage: int, ranks: Sequence[int]) -> int:
+        """Rank that gives the state of a stage: the lowest of those that belong to it."""
+        return min(
+            rank
+            for worker in self._places.topology.workers()
+            if worker.stage == stage and (rank := self._places.home_rank(worker)) in ranks
+        )
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:

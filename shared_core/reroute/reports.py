@@ -41,19 +41,75 @@ from shared_core.reroute.times import (
 from shared_core.schedule.schedule import Kind, PlannedWorker
 from shared_core.schedule.timing import Times
 
-# -- the first steps --------------------------------------------------------------------------------------------------
-
-
 #: Steps after whose last all workers go by measured times.
 MEASURED = 3
 
+#: Steps from one report to the next, and steps of which medians are taken.
+EVERY = 4
+#: Reports in a row that must show a drift.
+STEADY = 2
+
+
+class Word(IntEnum):
+    NOTHING = 0
+    PROPOSAL = 1  # new times, for which plans are to be made; they follow
+    SWITCH = 2  # the times of the last proposal hold from the next step on
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Medians of a worker, empty from one that has just come, and the proposal that it has the plan for, or -1."""
+
+    medians: Medians
+    ready: int = -1
+
+
+@dataclass(frozen=True)
+class Deliberation:
+    """The state of the worker that decides. It starts from scratch when workers come or go.
+
+    Attributes:
+        number: the step in which the last proposal was made; -1 before one.
+        proposed: times of a proposal that do not hold yet; None when there is none.
+        seen: reports in a row that have shown a drift.
+    """
+
+    number: int = -1
+    proposed: Times | None = None
+    seen: int = 0
+
+
+def decide(
+    before: Deliberation, step: int, reports: Mapping[PlannedWorker, Reported], used: Times, stages: int
+) -> tuple[Deliberation, Word]:
+    """What to say after the reports of ``step``, and the new state. ``reports`` are of all workers that are there."""
+    if before.proposed is not None and all(one.ready == before.number for one in reports.values()):
+        return Deliberation(before.number), Word.SWITCH
+    found = agree(((worker, one.medians) for worker, one in reports.items()), stages, used)
+    if found is None or not drifts(found, before.proposed or used, reports):
+        return replace(before, seen=0), Word.NOTHING
+    if before.seen + 1 < STEADY:
+        return replace(before, seen=before.seen + 1), Word.NOTHING
+    return Deliberation(step, found), Word.PROPOSAL
+
+
+#: Order of the medians in a report.
+_NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
+
 
 class Measuring:
-    """Measures the actions of one worker, and has all workers agree on times at the end of the first steps."""
+    """Measures the actions of one worker, and has all workers agree on times: at the end of the first steps, and later
+    when they have drifted.
+    """
 
-    def __init__(self, place: WorkerPlace, planner: Plans) -> None:
-        self._place, self._planner = place, planner
+    _channel: MessageChannel
+
+    def __init__(self, place: WorkerPlace, planner: Plans, history: PlanHistory) -> None:
+        self._place, self._planner, self._history = place, planner, history
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._deliberation = Deliberation()
+        self._reported = -1
+        self._rows: Mapping[PlannedWorker, Reported] = {}
         self._profile = Profile()
         self._held_bytes: int | None = None
         #: First step of the job; the same at all workers once they have exchanged it.
@@ -131,72 +187,7 @@ class Measuring:
                 if number:
                     self._profile.add(COMMUNICATION, (time.perf_counter() - began) / 2)
 
-
-# -- later steps ------------------------------------------------------------------------------------------------------
-
-
-#: Steps from one report to the next, and steps of which medians are taken.
-EVERY = 4
-#: Reports in a row that must show a drift.
-STEADY = 2
-
-
-class Word(IntEnum):
-    NOTHING = 0
-    PROPOSAL = 1  # new times, for which plans are to be made; they follow
-    SWITCH = 2  # the times of the last proposal hold from the next step on
-
-
-@dataclass(frozen=True)
-class Reported:
-    """Medians of a worker, empty from one that has just come, and the proposal that it has the plan for, or -1."""
-
-    medians: Medians
-    ready: int = -1
-
-
-@dataclass(frozen=True)
-class Deliberation:
-    """The state of the worker that decides. It starts from scratch when workers come or go.
-
-    Attributes:
-        number: the step in which the last proposal was made; -1 before one.
-        proposed: times of a proposal that do not hold yet; None when there is none.
-        seen: reports in a row that have shown a drift.
-    """
-
-    number: int = -1
-    proposed: Times | None = None
-    seen: int = 0
-
-
-def decide(
-    before: Deliberation, step: int, reports: Mapping[PlannedWorker, Reported], used: Times, stages: int
-) -> tuple[Deliberation, Word]:
-    """What to say after the reports of ``step``, and the new state. ``reports`` are of all workers that are there."""
-    if before.proposed is not None and all(one.ready == before.number for one in reports.values()):
-        return Deliberation(before.number), Word.SWITCH
-    found = agree(((worker, one.medians) for worker, one in reports.items()), stages, used)
-    if found is None or not drifts(found, before.proposed or used, reports):
-        return replace(before, seen=0), Word.NOTHING
-    if before.seen + 1 < STEADY:
-        return replace(before, seen=before.seen + 1), Word.NOTHING
-    return Deliberation(step, found), Word.PROPOSAL
-
-
-#: Order of the medians in a report.
-_NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
-
-
-class RerouteReports:
-    _channel: MessageChannel
-
-    def __init__(self, place: WorkerPlace, planner: Plans, measuring: Measuring, history: PlanHistory) -> None:
-        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
-        self._planner, self._measuring, self._history = planner, measuring, history
-        self._deliberation = Deliberation()
-        self._reported = -1
-        self._rows: Mapping[PlannedWorker, Reported] = {}
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def connect(self, channel: MessageChannel) -> None:
         """A new survivor group makes reports and proposals void."""
@@ -213,7 +204,7 @@ class RerouteReports:
         return step % EVERY == 0 and 0 <= self._planner.since <= step
 
     def _mine(self, step: int) -> Reported:
-        return Reported(self._measuring.recent(step - EVERY), self._planner.ready_for(self._history.failed))
+        return Reported(self.recent(step - EVERY), self._planner.ready_for(self._history.failed))
 
     def report(self, step: int) -> None:
         """Report, if it is due, when a step begins or continues over a new survivor group."""

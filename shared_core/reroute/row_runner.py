@@ -17,7 +17,7 @@ from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.keeping import Keeping
 from shared_core.reroute.messages import DTYPES, MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.places import WorkerPlace
-from shared_core.reroute.reports import Measuring, RerouteReports, Word
+from shared_core.reroute.reports import Measuring, Word
 from shared_core.reroute.split import StageBackward
 from shared_core.reroute.step import (
     Accumulating,
@@ -58,12 +58,11 @@ class Finishing:
         joining_ranks: Callable[[], bool],
         options: StepOptions,
         measuring: Measuring,
-        reports: RerouteReports,
     ) -> None:
         self._place, self._model, self._former = place, model, former
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._history, self._steps, self._joining_ranks = history, steps, joining_ranks
-        self._options, self._measuring, self._reports = options, measuring, reports
+        self._options, self._measuring = options, measuring
         self._last = place.last
         self._told: set[tuple[int, str]] = set()
         self._heard: set[tuple[int, PlannedWorker]] = set()
@@ -266,7 +265,7 @@ class Finishing:
         self._told.add((step.number, "losses"))
         if self._me == self._tails()[0] and self._history.failed and self._joining_ranks():
             step.admit = self.channel.survivor_group.number
-        word = self._reports.word(step.number)
+        word = self._measuring.word(step.number)
         head = [step.admit, DTYPES.index(step.loss_type), word]
         table = torch.cat([torch.tensor(head, dtype=torch.float64), table_of(step.losses, self._topology)])
         key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
@@ -275,7 +274,7 @@ class Finishing:
                 if word is Word.SWITCH:
                     inject.point("reroute.switching")
                 self.channel.send(key, [table], self._rank(worker))
-        self._reports.tell(step.number, word)
+        self._measuring.tell(step.number, word)
 
     def _tails(self) -> list[PlannedWorker]:
         return sorted(self._peers((self._topology.stages - 1,)))
@@ -291,7 +290,7 @@ class Finishing:
         step.loss_type = DTYPES[int(table[1])]
         if worker == self._tails()[0]:
             step.admit = int(table[0])
-            self._reports.hear(step.number, Word(int(table[2])))
+            self._measuring.hear(step.number, Word(int(table[2])))
 
     def _gather_result(self, step: Step) -> None:
         if step.result is not None:

@@ -25,7 +25,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.checkpoints import named
-from shared_core.worker.checkpoints.due import Decisions, EntriesDue, FileEntries, StoreEntries
+from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
 from shared_core.worker.state.replicated import Replicated
 
 
@@ -38,7 +38,7 @@ def entries(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return lambda: StoreEntries(lambda: store)
 
 
-def begun(entries: EntriesDue) -> Decisions:
+def begun(entries: FileEntries | StoreEntries) -> Decisions:
     decisions = Decisions(entries)
     decisions.joined(0)
     return decisions
