@@ -109,7 +109,7 @@ def _ending(options: argparse.Namespace) -> RunEnding:
         return RunEnding.constant(1 / (options.end_h * 3600) if options.end_h is not None else 0.0, options.abrupt)
     if not options.history.exists():
         raise FileNotFoundError(f"--history {options.history}: there is no such file")
-    found = from_history(history.read(options.history).runs)
+    found = from_history(history.read(options.history))
     if found is None:
         raise ConfigError(f"the job history {options.history} holds no run that has trained")
     return found

@@ -56,14 +56,6 @@ class Run:
             raise ConfigError(f"end must be one of {', '.join(ENDS)}, not {self.end!r}")
 
 
-@dataclass(frozen=True)
-class LossHistory:
-    """The runs of a file, in the order in which they were first named; ``skipped`` lines could not be read."""
-
-    runs: tuple[Run, ...] = ()
-    skipped: int = 0
-
-
 def append(path: str | os.PathLike[str], run: Run) -> None:
     """Add a line, in one write, so that lines of several jobs never mix. A torn line before it is ended first.
 
@@ -85,9 +77,11 @@ def append(path: str | os.PathLike[str], run: Run) -> None:
         os.close(fd)
 
 
-def read(path: str | os.PathLike[str], *, group: str | None = None, now: float | None = None) -> LossHistory:
-    """The runs of a file (of one group); none if there is no file. Lines that cannot be read are skipped, and the user
-    is told. ``now`` is in seconds since the epoch. Raises OSError.
+def read(path: str | os.PathLike[str], *, group: str | None = None, now: float | None = None) -> list[Run]:
+    """The runs of a file (of one group), in the order in which they were first named; none if there is no file.
+
+    Lines that cannot be read are passed over, and the user is told. ``now`` is in seconds since the epoch. Raises
+    OSError.
     """
     now = time.time() if now is None else now
     last: dict[str, Run] = {}
@@ -96,7 +90,7 @@ def read(path: str | os.PathLike[str], *, group: str | None = None, now: float |
         with open_regular(path) as file:
             lines = file.read().split(b"\n")
     except FileNotFoundError:
-        return LossHistory()
+        return []
     for line in filter(None, lines):
         try:
             run = _parse(parse(line))
@@ -112,7 +106,7 @@ def read(path: str | os.PathLike[str], *, group: str | None = None, now: float |
             continue
         silent = run.end == "running" and now - run.time > SILENT_S
         runs.append(Run(**(asdict(run) | {"end": "killed"})) if silent else run)
-    return LossHistory(tuple(runs), skipped)
+    return runs
 
 
 def _parse(raw: Any) -> Run:

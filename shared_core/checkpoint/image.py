@@ -102,11 +102,11 @@ class Image:
     def begin(self) -> None:
         """Make the file with its header. Raises StorageFull if there is no room; :meth:`discard` it then."""
         with _says_full(self.path, self.nbytes):
-            _operation()
+            inject.point("checkpoint.stage")
             self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o600)
-            _operation()
+            inject.point("checkpoint.stage")
             os.ftruncate(self._fd, self.nbytes)  # a reused file may be longer
-            _operation()
+            inject.point("checkpoint.stage")
             _write_at(self._fd, self._head, 0)
 
     def seal(self) -> None:
@@ -119,12 +119,12 @@ class Image:
             for name, tensor in self._tensors.items():
                 at = self._entries[name].start
                 for piece in _pieces(tensor):
-                    _operation()
+                    inject.point("checkpoint.stage")
                     at += _write_at(self._fd, piece, at)
                 if _version(tensor) != self._versions[name]:
                     raise Changed(f"{name!r} was changed before it was copied, outside of an optimizer's update")
         self._close()
-        _operation()
+        inject.point("checkpoint.stage")
         os.rename(self._temporary, self.path)
 
     def discard(self) -> None:
@@ -145,12 +145,12 @@ def write_file(path: Path, payload: bytes) -> None:
     """
     temporary = temporary_of(path)
     with _says_full(path, len(payload)):
-        _operation()
+        inject.point("checkpoint.stage")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            _operation()
+            inject.point("checkpoint.stage")
             _write_at(fd, payload, 0)
-            _operation()
+            inject.point("checkpoint.stage")
             os.rename(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -378,7 +378,3 @@ def _says_full(path: Path, nbytes: int) -> Iterator[None]:
         if error.errno in FULL:
             raise StorageFull(f"no room in memory for {nbytes} bytes at {path} ({error.strerror})") from error
         raise
-
-
-def _operation() -> None:
-    inject.point("checkpoint.stage")

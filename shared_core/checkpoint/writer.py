@@ -39,10 +39,6 @@ from shared_core.plain_json import parse
 # -- a snapshot of this machine on its way to storage: its parts, room for them, and their durability -----------------
 
 
-#: What in the metadata tells whose a checkpoint is; only one's own are removed.
-_OWNER = ("run",)
-
-
 class QuotaFull(StorageFull):
     """The user's own limit is reached."""
 
@@ -89,11 +85,12 @@ class Outgoing:
         return sum(self.spool.path_of(part, name).stat().st_size for part in self.parts.values() for name in part.files)
 
     def ours(self, found: store.Checkpoint) -> bool:
-        return all(found.meta.get(key) == self.meta.get(key) for key in _OWNER)
+        """Whether it is of the same run: only its own old checkpoints are removed."""
+        return bool(found.meta.get("run") == self.meta.get("run"))
 
     def same_start(self, note: Mapping[str, Any]) -> bool:
         """Whether another machine's note is of the same attempt of the same job."""
-        return all(note.get(key) == self.meta.get(key) for key in (*_OWNER, "session", "attempt"))
+        return all(note.get(key) == self.meta.get(key) for key in ("run", "session", "attempt"))
 
     @property
     def committed(self) -> bool:

@@ -20,13 +20,13 @@ from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.reports import Measuring, Word
 from shared_core.reroute.split import StageBackward
 from shared_core.reroute.step import (
-    Accumulating,
     FormerParameters,
     StageModel,
     Step,
     StepOptions,
     StepResult,
     Tied,
+    accumulating,
     detached,
     differentiable,
     leaves_of,
@@ -425,9 +425,9 @@ class RowRunner:
         """Inside, the layers compute as in this step, also if this stage has made its update already."""
         return nullcontext() if step.reduced is None else self._former.of(step)
 
-    def _accumulating(self, step: Step, home: int) -> Accumulating:
+    def _accumulating(self, step: Step, home: int) -> AbstractContextManager[None]:
         sums = step.sums if step.reduced is None else {}  # the sum has these gradients
-        return Accumulating(self._model, sums, home if self._options.ordered else -1)
+        return accumulating(self._model, sums, home if self._options.ordered else -1)
 
     # -- messages ----------------------------------------------------------------------------------
 

@@ -213,27 +213,24 @@ class StepOptions:
     moves: bool = True
 
 
-class Accumulating:
+@contextmanager
+def accumulating(model: StageModel, sums: dict[int, list[Tensor | None]], home: int) -> Iterator[None]:
     """Inside, gradients of the parameters are added to those of one home pipeline; ``.grad`` is None afterwards."""
-
-    def __init__(self, model: StageModel, sums: dict[int, list[Tensor | None]], home: int) -> None:
-        self._parameters, self._dtype, self._sums, self._home = model.parameters, model.accumulates, sums, home
-
-    def __enter__(self) -> None:
-        sums = self._sums.setdefault(self._home, [None] * len(self._parameters))
-        for parameter, gradient in zip(self._parameters, sums, strict=True):
-            parameter.grad = gradient if self._dtype is None else None
-
-    def __exit__(self, *error: object) -> None:
-        sums = self._sums[self._home]
-        for index, parameter in enumerate(self._parameters):
-            if self._dtype is None:
-                sums[index] = parameter.grad
+    parameters, dtype = model.parameters, model.accumulates
+    own = sums.setdefault(home, [None] * len(parameters))
+    for parameter, gradient in zip(parameters, own, strict=True):
+        parameter.grad = gradient if dtype is None else None
+    try:
+        yield
+    finally:
+        for index, parameter in enumerate(parameters):
+            if dtype is None:
+                own[index] = parameter.grad
             elif parameter.grad is not None:
-                before = sums[index]
+                before = own[index]
                 # From zero on, as DeepSpeed's buffers, where -0.0 becomes 0.0.
-                total = torch.zeros_like(parameter, dtype=self._dtype) if before is None else before
-                sums[index] = total.add_(parameter.grad.to(self._dtype))
+                total = torch.zeros_like(parameter, dtype=dtype) if before is None else before
+                own[index] = total.add_(parameter.grad.to(dtype))
             parameter.grad = None
 
 

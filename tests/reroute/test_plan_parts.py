@@ -180,10 +180,6 @@ def test_measured_times() -> None:
         profile.add(Kind.F, seconds)
     profile.add(COMMUNICATION, 0.3)
     assert profile.medians() == {"F": 1.0, "communication": 0.3}
-    with pytest.raises(ConfigError, match="'X' is not profiled"):
-        profile.add("X", 1.0)
-    with pytest.raises(ConfigError, match="a duration of F must be a finite number"):
-        profile.add(Kind.F, float("nan"))
 
 
 def test_drawn_as_text() -> None:

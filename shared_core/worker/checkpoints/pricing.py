@@ -175,7 +175,7 @@ class Pricing:
         if path is None:
             return
         try:
-            runs = history.read(path, group=self._command or None).runs
+            runs = history.read(path, group=self._command or None)
         except OSError as error:
             console(f"the job history {path} cannot be read: {error}")
             return

@@ -147,8 +147,8 @@ def _read_history(data: bytes, folder: Path) -> Any:
     found = history.read(path, now=2e9)
     from shared_core.checkpoint.history import from_history
 
-    from_history(found.runs)
-    return tuple(replace(run, time=max(run.time, 1.0)) for run in found.runs)  # 0 is written as now
+    from_history(found)
+    return tuple(replace(run, time=max(run.time, 1.0)) for run in found)  # 0 is written as now
 
 
 def _history_again(value: Any) -> bytes:
