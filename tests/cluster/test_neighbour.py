@@ -25,7 +25,7 @@ from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import NeighbourCopies, Sender
 from shared_core.system import secret
 from shared_core.system.wire import Link, accept, connect
-from shared_core.worker.checkpoints.recovery_line import find_in_memory
+from shared_core.worker.checkpoints.in_memory import find_in_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3 << 20

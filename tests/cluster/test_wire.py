@@ -15,7 +15,7 @@ from shared_core.errors import CorruptFile
 from shared_core.launcher.mirror import fetch
 from shared_core.system import wire
 from shared_core.system.wire import Altered, Link
-from shared_core.worker.checkpoints.recovery_line import find_in_memory
+from shared_core.worker.checkpoints.in_memory import find_in_memory
 from shared_core.worker.mirror import Mirror
 
 MAC = 32

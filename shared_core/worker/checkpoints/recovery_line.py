@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,108 +21,15 @@ from shared_core.checkpoint.spool import Spool
 from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
-from shared_core.plain_json import is_count, parse
 from shared_core.protocol.codec import decode, text
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.system.snapshot_wire import GET, LIST, PART, SIZE, Key, ask, receive_bytes
-from shared_core.system.wire import connect
 from shared_core.transport.store import Store
 from shared_core.waiting import wait_for
+from shared_core.worker.checkpoints.in_memory import find_in_memory
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import Records, from_plain
 from shared_core.worker.state.replicated import Replicated
-
-# -- snapshots in the machines' memories, which their agents keep (``launcher/neighbour.py``) -------------------------
-
-
-#: Longest wait for another machine's list, in seconds.
-_LIST_S = 10.0
-#: Machines that are asked at once.
-_AT_ONCE = 16
-
-
-@dataclass(frozen=True)
-class _Source:
-    machine: str
-    secret: bytes
-    where: str
-    key: Key
-    rank: int
-    world_size: int
-    files: tuple[str, ...]
-    meta: Mapping[str, Any]
-
-    def read(self, name: str) -> bytes:
-        with connect(self.machine, self.secret) as link:
-            ask(link, GET, {"where": self.where, "key": self.key, "name": name})
-            size = SIZE.unpack(link.data(PART, SIZE.size))[0]
-            if size < 0:
-                raise ConnectionError("it is gone")
-            return receive_bytes(link, size)
-
-
-def find_in_memory(
-    machines: Iterable[str | None], rank: int, world_size: int, secret: bytes
-) -> list[tuple[int, Mapping[str, Any], Callable[[str], bytes]]]:
-    """Snapshots in any machine's memory with a rank's part, oldest first: step, meta, and a reader of its files.
-
-    Machines that do not answer are passed over. A reader takes a file from any machine that has it, or
-    raises CorruptFile.
-    """
-    names = [machine for machine in machines if machine is not None]
-    if not names:
-        return []
-    with ThreadPoolExecutor(min(len(names), _AT_ONCE), "swift-near") as pool:
-        held = [source for found in pool.map(lambda name: _held_by(name, secret), names) for source in found]
-    mine = {
-        json.dumps([each.key, each.meta]): each for each in held if (each.rank, each.world_size) == (rank, world_size)
-    }
-    found = []
-    for each in sorted(mine.values(), key=lambda each: each.key):
-        sources = [other for other in held if other.key == each.key and other.meta == each.meta]
-        found.append((each.key[1], each.meta, _reader_of(sources)))
-    return found
-
-
-def _held_by(machine: str, secret: bytes) -> list[_Source]:
-    """Empty if the machine cannot be asked; that takes at most ``_LIST_S`` and the time to connect."""
-    try:
-        with connect(machine, secret) as link:
-            link.settimeout(_LIST_S)
-            ask(link, LIST, {})
-            return [_source(machine, secret, one) for one in parse(link.receive().data)]
-    except (OSError, KeyError, TypeError, ValueError):
-        return []
-
-
-def _source(machine: str, secret: bytes, one: dict[str, Any]) -> _Source:
-    """Check and convert one entry of a machine's list; raises ValueError, TypeError or KeyError if it is damaged."""
-    found = _Source(machine, secret, **(one | {"key": tuple(one["key"])}))
-    whole = (*found.key, found.rank, found.world_size)
-    if not (len(found.key) == 2 and all(map(is_count, whole)) and isinstance(found.meta, dict)):
-        raise ValueError("no snapshot of ours")
-    if not isinstance(found.files, list) or not all(isinstance(name, str) for name in found.files):
-        raise ValueError("no files of a snapshot")
-    return found
-
-
-def _reader_of(sources: list[_Source]) -> Callable[[str], bytes]:
-    def read(name: str) -> bytes:
-        why = "no machine has it"
-        for source in sources:
-            if name in source.files:
-                try:
-                    return source.read(name)
-                except OSError as error:
-                    why = f"{source.machine}: {error}"
-        raise CorruptFile(f"{name} cannot be read from any machine's memory ({why})")
-
-    return read
-
-
-# -- what a rank could continue from ----------------------------------------------------------------------------------
-
 
 #: Tiers in the order in which they are preferred.
 MEMORY, NEIGHBOUR, STORAGE = TIERS = "memory", "neighbour", "storage"

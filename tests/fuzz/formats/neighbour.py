@@ -24,7 +24,7 @@ from shared_core.errors import CorruptFile
 from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, receive_bytes
 from shared_core.system.wire import Link
-from shared_core.worker.checkpoints.recovery_line import find_in_memory
+from shared_core.worker.checkpoints.in_memory import find_in_memory
 
 from ..harness import Target, only_errors
 from ..machines import KEY, Said, answered, changed, changes, frames, heard, machine, packed, unproved, whole
