@@ -135,11 +135,9 @@ class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
     Args:
         parallelize_fn: given a module and the device mesh, calls ``fully_shard`` with ``mesh["data_parallel"]``, or
             with a mesh of two dimensions (HSDP), and returns the module.
-        save_distributed_checkpoint: as in ``ModelParallelStrategy``.
-        standbys: as in :class:`SwiftFabricStrategy`.
-        options: see there.
-        process_group_backend: as in ``ModelParallelStrategy``.
-        timeout: see there.
+        standbys: as in :class:`SwiftFabricStrategy`, and so are ``options``.
+
+    All others are as in ``ModelParallelStrategy``.
 
     Raises:
         ConfigError: for an unknown option or a bad value.

@@ -17,7 +17,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision, Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -53,22 +52,14 @@ class SwiftPipelineStrategy(SwiftDDPStrategy):
         partition_method: how layers are dealt out: ``parameters``, ``uniform`` or ``type:REGEX``; see DeepSpeed.
         activation_checkpoint_interval: layers between two checkpoints of activations; 0: all are kept.
         config: configuration of DeepSpeed, or the path of its JSON file.
-        standbys: this and what follows as in :class:`SwiftDDPStrategy`.
-        on_failure: see there; not ``shrink``, but ``reroute``: training continues at once without a failed worker,
-            whose micro-batches are computed by those that hold the same stage (two pipelines at least). Then the shapes
-            of micro-batches must stay the same, and what hooks keep must be the same at all workers of a stage.
-        data: see there.
-        checkpoint_dir: see there.
-        checkpoint_every_steps: see there.
-        seed: see there.
-        options: see there.
-        accelerator: see there.
-        parallel_devices: see there.
-        cluster_environment: see there.
+        on_failure: as in :class:`SwiftDDPStrategy`; not ``shrink``, but ``reroute``: training continues at once without
+            a failed worker, whose micro-batches are computed by those that hold the same stage (two pipelines at
+            least). Then the shapes of micro-batches must stay the same, and what hooks keep must be the same at all
+            workers of a stage.
         checkpoint_io: writes and reads the files of a checkpoint, one a stage.
-        precision_plugin: see there; 32-bit or bf16.
-        process_group_backend: see there.
-        timeout: see there.
+        precision_plugin: 32-bit or bf16.
+
+    All others are as in :class:`SwiftDDPStrategy`.
 
     Raises:
         MissingExtra: if DeepSpeed is not installed.
@@ -450,14 +441,6 @@ def _deepspeed(device: torch.device) -> Any:
         )
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
     return deepspeed
-
-
-def register_pipeline() -> None:
-    name = SwiftPipelineStrategy.strategy_name
-    if name not in StrategyRegistry:
-        StrategyRegistry.register(
-            name, SwiftPipelineStrategy, description="a DeepSpeed pipeline that survives the failure of workers"
-        )
 
 
 # -- what needs neither a process group nor DeepSpeed -----------------------------------------------------------------
