@@ -301,30 +301,20 @@ class _Inner(Iterator[Any]):
     """Iterates a loader, from a failed worker's place if it had begun this pass; no step boundaries."""
 
     def __init__(self, tracked: TrackedLoader, skip: int) -> None:
-        self._tracked, self._skip = tracked, skip
+        self.loader, self.skip, self._tracked = tracked.loader, skip, tracked
         self._position = iter(tracked.loader)
-
-    @property
-    def loader(self) -> Any:
-        """What is iterated."""
-        return self._tracked.loader
-
-    @property
-    def skip(self) -> int:
-        """Items that are still left out."""
-        return self._skip
 
     def __next__(self) -> Any:
         if self._tracked.continues:
-            self._skip = 0
+            self.skip = 0
             ahead = self._tracked.resume(self._position)
             return ahead[-1] if ahead else next(self._position)
         return self.next_here()
 
     def next_here(self) -> Any:
         """The next item, where no failed worker has begun this pass."""
-        while self._skip:
-            self._skip -= 1
+        while self.skip:
+            self.skip -= 1
             next(self._position)
         return next(self._position)
 

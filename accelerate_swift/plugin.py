@@ -138,8 +138,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
         if self._accelerator is not None:
-            if not self._accelerator.trackers:  # one that is open has rows that only its process knows
-                self.state.stand_by()
+            job = self.loop.job
+            if job is not None and not self._accelerator.trackers:  # an open one has rows that only its process knows
+                job.make_own_standby()
             self.state.early()
         for epoch in self.loop.epochs(count, start):
             self.watch.begin_epoch()

@@ -138,10 +138,6 @@ class AccelerateRunState:
         if not replays:
             progress.job.register(STATE, self._capture, self._restore)
 
-    def stand_by(self) -> None:
-        """Before the first epoch begins; see :meth:`Job.make_own_standby`."""
-        self._job.make_own_standby()
-
     def early(self) -> None:
         """In a replacement, before an epoch begins: loaders count epochs themselves, and shuffle by them."""
         published: Mapping[str, Any] | None = self._job.peek(STATE) if self._progress.joining else None

@@ -61,7 +61,7 @@ class Executor:
         self._channel: MessageChannel | None = None
         self._roles = Roles(home, model, places, self._role)
         at_home = StagePlaces(places.topology, places.home_rank)  # who has moved evaluates at its own place
-        self._evaluating = Evaluating(WorkerPlace(home, at_home), model)
+        self.evaluations = Evaluating(WorkerPlace(home, at_home), model)
         self._me = home
         self._due: Due | None = None
         self._sent_bytes = 0
@@ -134,18 +134,18 @@ class Executor:
         role.measuring.agree(self._channel, step.number, activations)
 
     def begin_evaluation(self, boundary: int, micro_batches: int, items: Sequence[Item]) -> None:
-        self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
+        self.evaluations.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
         """Make the evaluation that was begun, through failures; raises as :meth:`run`."""
 
         def attempt() -> Losses:
-            if (known := self._evaluating.known()) is not None:
+            if (known := self.evaluations.known()) is not None:
                 return known  # the others do not come to a survivor group for it
             if self._channel is None or self._channel.survivor_group.broken():
                 self._change()
             assert self._channel is not None
-            return self._evaluating.run(self._channel, self._places.gone(self.failed))
+            return self.evaluations.run(self._channel, self._places.gone(self.failed))
 
         return through_failures(attempt, self.leave)
 
@@ -165,10 +165,6 @@ class Executor:
                 self._channel.survivor_group.exchange(self.step)  # nobody comes here before it has finished the step
 
         through_failures(attempt, self.leave)
-
-    @property
-    def evaluations(self) -> Evaluating:
-        return self._evaluating
 
     @property
     def connected(self) -> bool:
@@ -222,7 +218,7 @@ class Executor:
         self._apply(change_entry(2 * survivor_group.number, vacant, views, at, summed, self._until))
         self._settled = self.step if all(one[0] >= self.step for one in at.values()) else -1
         self._channel = self._roles.meet(survivor_group, views, self._steps)
-        self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
+        self.evaluations.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._roles.now.learn(self._steps, views)
         self._send_again(views)
         self._due = next_change(self._places, self._planner, self.failed, views, max(one[0] for one in at.values()))
@@ -277,7 +273,7 @@ class Executor:
             "at": StepProgress(self.step, step.at if step is not None else 0, self._behind()).to_plain(),
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
-            "evaluating": self._evaluating.view(),
+            "evaluating": self.evaluations.view(),
             "reads": _reads(self._steps),
             "steps": self._roles.now.facts(self._steps),
         }

@@ -106,7 +106,7 @@ class Measuring:
 
     def __init__(self, place: WorkerPlace, planner: Plans, history: PlanHistory) -> None:
         self._place, self._planner, self._history = place, planner, history
-        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._topology, self._me, self._rank = place.topology, place.me, place.places.rank
         self._deliberation = Deliberation()
         self._reported = -1
         self._rows: Mapping[PlannedWorker, Reported] = {}
@@ -166,7 +166,7 @@ class Measuring:
         self._ping(channel, step, survivor_group.exchange(bool(activations)), activations[:1])
         use = MemoryUse(self._held_bytes, spare_bytes())
         found = survivor_group.exchange({"medians": self._profile.medians(), "memory": list(use)})
-        workers = self._place.workers()
+        workers = self._place.places.workers()
         times = agree(((workers[rank], one["medians"]) for rank, one in found.items()), self._topology.stages)
         room = self._planner.room_for((workers[rank].stage, MemoryUse(*one["memory"])) for rank, one in found.items())
         self._planner.adopt(TimesInUse(step + 1, EQUAL if times is None else times), room)

@@ -60,7 +60,7 @@ class Finishing:
         measuring: Measuring,
     ) -> None:
         self._place, self._model, self._former = place, model, former
-        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._topology, self._me, self._rank = place.topology, place.me, place.places.rank
         self._history, self._steps, self._joining_ranks = history, steps, joining_ranks
         self._options, self._measuring = options, measuring
         self._last = place.last
@@ -342,7 +342,7 @@ class RowRunner:
         noted: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._place, self._model = place, model
-        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._topology, self._me, self._rank = place.topology, place.me, place.places.rank
         self._options, self._finishing, self._measuring, self._noted = options, finishing, measuring, noted
         self._former, self._keeping, self._last = former, keeping, place.last
         self._watched = False
