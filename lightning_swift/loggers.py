@@ -251,10 +251,6 @@ def is_own(logger: Logger) -> bool:
     return user_defined(type(logger)) and not isinstance(logger, known)
 
 
-def _keeps_rows(logger: Logger) -> bool:
-    return isinstance(logger, (CSVLogger, TensorBoardLogger)) or is_own(logger)
-
-
 class Loggers:
     """The loggers of a trainer. Only rank 0 writes logs, so only its state is published."""
 
@@ -272,7 +268,11 @@ class Loggers:
         """
         if self._trainer.is_global_zero:
             self._job = job
-            self._services = [each for each in self._trainer.loggers if not _keeps_rows(each)]
+            self._services = [
+                each
+                for each in self._trainer.loggers
+                if not isinstance(each, (CSVLogger, TensorBoardLogger)) and not is_own(each)
+            ]
         for logger in self._services:
             if _ROWS not in vars(logger):
                 vars(logger)[_ROWS] = _LazyService(job, logger)

@@ -260,8 +260,9 @@ class Executor:
             self._apply(change_entry(2 * survivor_group.number + 1, vacant, views, at))
             self._channel = self._roles.meet(survivor_group, views, {})
         if self._places.home_rank(self._me) == survivor_group.ranks[0]:
+            moved = sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
             facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
-            self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": _bytes_in(told)}))
+            self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": moved}))
 
     # -- what is told after a failure -----------------------------------------------------------------
 
@@ -303,10 +304,6 @@ class Executor:
 
 def _reads(steps: Mapping[int, Step]) -> bool:
     return any(step.reader is not None for step in steps.values())
-
-
-def _bytes_in(told: Mapping[int, Any]) -> int:
-    return sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
 
 
 def _refuse(topology: Topology, gone: frozenset[PlannedWorker]) -> None:

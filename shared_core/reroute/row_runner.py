@@ -238,7 +238,8 @@ class Finishing:
         if told or self._me != min(self._peers((stage,))) or not self._needs_norms(step):
             return
         self._told.add((step.number, f"norm {stage}"))
-        value = torch.tensor([_number(step.norms[stage])], dtype=torch.float64)
+        norm = step.norms[stage]
+        value = torch.tensor([math.nan if norm is None else norm], dtype=torch.float64)
         for worker in self._topology.workers():
             if worker not in self._history.failed and worker.stage != stage:
                 self.channel.send(MessageKey(step.number, MessageKind.NORM, stage, 0), [value], self._rank(worker))
@@ -307,10 +308,6 @@ def _goes_back(action: Action) -> bool:
     return action.kind in (Kind.B, Kind.I)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 # -- the actions before it --------------------------------------------------------------------------------------------
 
 
@@ -377,7 +374,8 @@ class RowRunner:
             return None
         place = (action.pipeline, action.micro_batch)
         if action.kind is Kind.F:
-            inputs, labels = self._inputs(step, plan, action), self._labels(step, plan, action)
+            inputs = self._inputs(step, plan, action)
+            labels = self._keeping.labels(step, plan, action) if self._last else None
             if self._watched and action.pipeline != self._me.pipeline:
                 self._watched = False
                 self._noted("took_over", {"step": step.number, "action": str(action)})
@@ -454,9 +452,6 @@ class RowRunner:
             return self._keeping.inputs(step, plan, action)
         source = self._source(plan, action, action.stage - 1)
         return self._channel.fetch(self._key(step, MessageKind.ACTIVATION, action.stage, action), self._rank(source))
-
-    def _labels(self, step: Step, plan: StepPlan, action: Action) -> Tensors | None:
-        return self._keeping.labels(step, plan, action) if self._last else None
 
     def _gradients(self, step: Step, plan: StepPlan, action: Action, outputs: Tensors) -> Tensors:
         source = self._source(plan, action, action.stage + 1)

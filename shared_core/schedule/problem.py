@@ -10,7 +10,7 @@ from functools import cached_property
 
 from shared_core.errors import ConfigError
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Topology
-from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
+from shared_core.schedule.timing import EQUAL_SLOTS, Times
 
 #: Who computes a micro-batch: (home pipeline, stage, micro-batch) to the worker.
 Route = dict[tuple[int, int, int], PlannedWorker]
@@ -50,7 +50,8 @@ def deal(
         # In order, the next pipeline takes all: that spreads failures of several stages over the pipelines.
         first = next((i for i, peer in enumerate(peers) if peer > gone[0]), 0) if ordered and gone else 0
         turns = [PlannedWorker(peer, stage) for peer in (*peers[first:], *peers[:first])]
-        takes = {peer: _micro_batch(times.at(peer)) for peer in turns}
+        at = {peer: times.at(peer) for peer in turns}
+        takes = {peer: one.forward + one.backward_input + one.backward_weight for peer, one in at.items()}
         count = dict.fromkeys(turns, topology.micro_batches)
         size = topology.micro_batches if ordered else 1
         for d in gone:
@@ -60,10 +61,6 @@ def deal(
                     count[host] += size
                 route[d, stage, j] = host
     return route
-
-
-def _micro_batch(times: StageTimes) -> float:
-    return times.forward + times.backward_input + times.backward_weight
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,11 @@ class Pricing:
             self._fit = self._fitter.fit()
         self._tell(now)
         decision = self._policy.due(self._situation(boundary))
-        self._say_rule(decision.rule, now)
-        return decision.due
-
-    def _say_rule(self, rule: str, now: float) -> None:
+        rule = decision.rule
         if rule and rule != self._rule and now - self._rule_said >= SAY_S:
             self._rule, self._rule_said = rule, now
             console(f"checkpoints follow {rule}")
+        return decision.due
 
     def _situation(self, boundary: int) -> Situation:
         return Situation(
