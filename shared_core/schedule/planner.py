@@ -148,7 +148,7 @@ def plan(
     topology: Topology,
     failed: Collection[PlannedWorker] = (),
     *,
-    times: Times | None = None,
+    times: Times = EQUAL_SLOTS,
     variant: Variant = Variant.STAGGERED,
     memory: Memory = NO_LIMIT,
     ordered: bool = False,
@@ -169,7 +169,6 @@ def plan(
         InvalidSchedule: no order fits into the memory.
         MissingExtra: ``time_limit`` is given, and OR-tools is not installed.
     """
-    times = Times() if times is None else times
     gone = tuple(sorted(set(failed)))
     route = deal(topology, gone, times=times, ordered=ordered)
     problem = Problem(topology, times, variant, frozenset(gone), route, memory, ordered)
@@ -291,7 +290,7 @@ def replan(
     progress: Mapping[PlannedWorker, int],
     failed: Collection[PlannedWorker],
     *,
-    times: Times | None = None,
+    times: Times = EQUAL_SLOTS,
     measured: Times | None = None,
     before: Executed | None = None,
     summed: Collection[int] = (),
@@ -315,7 +314,6 @@ def replan(
 
     Raises ConfigError if a stage has nobody left, InvalidSchedule if no order fits into the memory.
     """
-    times = Times() if times is None else times
     gone = tuple(sorted({*plan.failed, *failed}))
     survivors(plan.topology, gone)
     rows, earlier = plan.schedule.rows, before or {}

@@ -149,7 +149,7 @@ class Origins:
         """Text for the user about an adopted checkpoint. Empty in all ranks but the first, and in replacements."""
         if line.saved is None or not line.adopts or self._env.rank or self._env.incarnation:
             return ""
-        return f"begins with step {line.step} at {line.adopts}, of '{line.saved.command.short}'"
+        return f"begins with step {line.step} at {line.saved.path}, of '{line.saved.command.short}'"
 
     def left_behind(self) -> str:
         """Text for the user: why this attempt starts from scratch although there are checkpoints. Empty if there are

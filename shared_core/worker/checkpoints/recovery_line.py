@@ -73,21 +73,23 @@ class Line:
     """A checkpoint that this rank could continue from.
 
     Attributes:
-        session: the attempt that made it; two that differ in it are never mixed.
         tier: where it is.
         open: gives the bytes or the file of a part.
-        time: when it was committed, in seconds since the epoch; 0 in memory.
-        adopts: where it lies, if the job was told to begin with it, whosever it is; else empty.
+        saved: where it is in storage; else None.
+        adopts: the job was told to begin with it, whosever it is.
     """
 
     step: int
-    session: str
     tier: str
     meta: Mapping[str, Any]
     open: Callable[[str], bytes | Path]
-    time: float = 0.0
-    adopts: str = ""
     saved: store.Checkpoint | None = None
+    adopts: bool = False
+
+    @property
+    def session(self) -> str:
+        """The attempt that made it; two that differ in it are never mixed."""
+        return str(self.meta.get("session"))
 
     @property
     def run(self) -> str:
@@ -96,8 +98,8 @@ class Line:
     @property
     def preference(self) -> tuple[Any, ...]:
         """The largest is tried first: the job's own before what it adopts, its newest run before older ones."""
-        if self.adopts:
-            return 0, self.time, self.step
+        if self.adopts and self.saved is not None:
+            return 0, self.saved.time, self.step
         return 1, lineage.age_key(self.run), self.step, -TIERS.index(self.tier)
 
     @property
@@ -156,7 +158,7 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
             mine = parts.get(rank)
             if mine is not None and mine.world_size == world_size:
                 paths = {name: of.path_of(part, name) for part in parts.values() for name in part.files}
-                found.append(Line(step, str(mine.meta.get("session")), MEMORY, mine.meta, _opener(paths)))
+                found.append(Line(step, MEMORY, mine.meta, partial(_path_of, paths)))
     return found
 
 
@@ -164,17 +166,14 @@ def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int, se
     """Snapshots in the memory of any machine that hold this rank's part; the oldest first. Ranks whose own machine has
     theirs list them too: all must continue from the same.
     """
-    found = find_in_memory(machines, rank, world_size, secret) if any(machines) else []
-    return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
+    found = find_in_memory(machines, rank, world_size, secret)
+    return [Line(step, NEIGHBOUR, meta, read) for step, meta, read in found]
 
 
-def _opener(paths: Mapping[str, Path]) -> Callable[[str], bytes | Path]:
-    def opened(name: str) -> Path:
-        if name not in paths:
-            raise CorruptFile(f"{name} is not in the memory of this machine")
-        return paths[name]
-
-    return opened
+def _path_of(paths: Mapping[str, Path], name: str) -> Path:
+    if name not in paths:
+        raise CorruptFile(f"{name} is not in the memory of this machine")
+    return paths[name]
 
 
 def in_storage(found: lineage.Contents, world_size: int | None = None) -> list[Line]:
@@ -196,12 +195,11 @@ def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
             f"checkpoint.resume_from: there is no whole checkpoint at {where}{bad}; name the folder of one (step-...), "
             "or a folder that holds some: swiftctl checkpoints DIR lists them"
         )
-    return [_of_storage(each, adopts=str(each.path)) for each in found]
+    return [_of_storage(each, adopts=True) for each in found]
 
 
-def _of_storage(found: store.Checkpoint, adopts: str = "") -> Line:
-    session = str(found.meta.get("session"))
-    return Line(found.step, session, STORAGE, found.meta, partial(store.read_part, found), found.time, adopts, found)
+def _of_storage(found: store.Checkpoint, adopts: bool = False) -> Line:
+    return Line(found.step, STORAGE, found.meta, partial(store.read_part, found), found, adopts)
 
 
 def load(line: Line, rank: int) -> Restored:
@@ -330,7 +328,7 @@ def agree(
 
 
 def _key(line: Line) -> str:
-    return f"{line.step}/{line.tier}/{line.session}" + "/adopted" * bool(line.adopts)
+    return f"{line.step}/{line.tier}/{line.session}" + "/adopted" * line.adopts
 
 
 def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:
