@@ -361,7 +361,7 @@ def leave_out_banner(job: Job | None) -> None:
             handler.addFilter(_quiet)
 
 
-# -- config.yaml of LightningCLI, which refuses to write over a file ---------------------------------------------------
+# -- config.yaml of LightningCLI, which refuses to write over a file --------------------------------------------------
 #
 # Whoever takes a failed worker's place, or continues from a checkpoint, writes the same file again.
 

@@ -230,7 +230,7 @@ def _halved(values: list[float]) -> list[float]:
     return [sum(values[i : i + 2]) / len(values[i : i + 2]) for i in range(0, len(values), 2)]
 
 
-# -- where a new piece of the curve begins -----------------------------------------------------------------------
+# -- where a new piece of the curve begins ----------------------------------------------------------------------------
 #
 # The learning rate jumps, or updates take another number of batches. Schedules that change the rate all the time
 # (warm-up, cosine, decay at each step) must not cut the curve into pieces: the fit follows their losses. A jump is a

@@ -11,7 +11,7 @@ from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.history import RunEnding
 from shared_core.errors import ConfigError
 
-# -- intervals in closed form ------------------------------------------------------------------------------------------
+# -- intervals in closed form -----------------------------------------------------------------------------------------
 #
 # In seconds of useful work; `cost_s` is what a checkpoint costs, `hazard` the faults a second that roll back to one.
 

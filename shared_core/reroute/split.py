@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from shared_core.errors import SwiftError
 
-# -- which part of a graph gives input gradients, and which weight gradients can wait ----------------------------
+# -- which part of a graph gives input gradients, and which weight gradients can wait ---------------------------------
 #
 # A *trunk* node lies on a path from an output to an input of the stage. A *branch* leaves the trunk and ends at
 # parameters. Only matrix products and convolutions are worth a second visit: their weight gradient costs as much as

@@ -14,7 +14,7 @@ from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.schedule.schedule import PlannedWorker
 from shared_core.worker.messages.group_log import BufferPool
 
-# -- the order in which gloo's all-reduce adds on CPUs, found with torch 2.13 and compared with it by the tests -----
+# -- the order in which gloo's all-reduce adds on CPUs, found with torch 2.13 and compared with it by the tests -------
 #
 # It is a ring. The elements are divided into as many chunks as there are ranks. The sum of chunk c begins at rank
 # c - 1, goes down the ranks, each of which adds its own, and ends at rank c.

@@ -15,7 +15,7 @@ from shared_core.schedule.problem import Problem, Variant, held_after
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule
 from shared_core.schedule.timing import ROUNDS, SimulatedTimes, Simulation, StageTimes, Timeline, codes
 
-# -- the least that any plan can take -------------------------------------------------------------
+# -- the least that any plan can take ---------------------------------------------------------------------------------
 #
 # Of each worker three jobs are looked at: its forwards, its gradients of inputs, its gradients of weights. A job cannot
 # begin before its first input is there (its head), and something must follow at other workers when it has ended (its

@@ -421,7 +421,7 @@ def _has_stepped(actions: tuple[Action, ...]) -> bool:
     return any(one.kind is Kind.OPT for one in actions)
 
 
-# -- failures that differ only in which pipelines they hit need one plan: pipelines are renamed ----------------------
+# -- failures that differ only in which pipelines they hit need one plan: pipelines are renamed -----------------------
 
 
 def canonical(
