@@ -16,8 +16,7 @@ from torch import nn
 from accelerate_swift import compat
 from accelerate_swift.data import gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
-from accelerate_swift.state import AccelerateRunState
-from accelerate_swift.steps import Steps
+from accelerate_swift.state import AccelerateRunState, Steps
 from accelerate_swift.watch import Watch
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, pipeline
 from shared_core.adapters import launched_by_swiftrun, under_plain_torchrun
@@ -141,8 +140,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
         if self._accelerator is not None:
-            if not self._accelerator.trackers:  # one that is open has rows that only its process knows
-                self.state.stand_by()
+            job = self.loop.job
+            if job is not None and not self._accelerator.trackers:  # an open one has rows that only its process knows
+                job.make_own_standby()
             self.state.early()
         for epoch in self.loop.epochs(count, start):
             self.watch.begin_epoch()

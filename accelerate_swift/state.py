@@ -3,17 +3,127 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, MLflowTracker, WandBTracker
 
 from accelerate_swift import compat
-from accelerate_swift.steps import Steps
-from accelerate_swift.trackers import STATE, Trackers
+from shared_core import Job
 from shared_core.adapters import LoopProgress
 from shared_core.encoding import decode, encode_state
+from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, take_up
+
+# -- batches of prepared loaders by number, also in a replacement that begins in the middle of a pass -----------------
+
+
+class Steps:
+    """Counts the batches of each pass in progress, which is known by its place, the same in a replacement."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, int] = {}
+        #: Numbers in the failed worker's passes that this replacement has not reached yet.
+        self._theirs: dict[int, int] = {}
+
+    def over(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """``(index, batch)`` for each batch, with the index that ``enumerate(loader)`` gives without a failure."""
+        place = next(number for number in count() if number not in self._now)
+        index = self._now[place] = 0
+        try:
+            begun = False
+            for batch in loader:  # the step boundary, where a replacement gets what is published, lies in here
+                if not begun:
+                    begun, index = True, self._theirs.pop(place, 0)
+                    self._now[place] = index
+                yield index, batch
+                index = self._now[place] = index + 1
+        finally:
+            del self._now[place]
+
+    def capture(self) -> dict[int, int]:
+        return dict(self._now)
+
+    def restore(self, numbers: Mapping[int, int]) -> None:
+        self._theirs = dict(numbers)
+
+
+# -- Accelerate's trackers: one run, each row once, also across the failure of the main process -----------------------
+
+
+#: Name under which the state of an ``Accelerator`` is published.
+STATE = "accelerate.state"
+
+
+class Trackers:
+    """The trackers of an ``Accelerator``; only the main process has any."""
+
+    def __init__(self, accelerator: Accelerator, job: Job) -> None:
+        self._accelerator, self._job = accelerator, job
+        self._rows: dict[int, Rows] = {}
+        self._noted: dict[str, str] = {}
+        self._configured = job.notes.tally("accelerate.trackers")
+
+    def start(self, config: Any, start: Callable[[Any], None]) -> None:
+        """``init_trackers``: replacements take up the failed worker's runs and leave its configuration alone."""
+        if self._job.rank != 0:
+            start(config)
+            return
+        published = self._job.peek(STATE) or {}
+        take_up(published.get("trackers", {}).get("names"))
+        again = bool(self._configured.value)
+        start(None if again else config)
+        self._noted = note_runs(self._job)
+        for tracker in self._accelerator.trackers:
+            if again and config is not None and isinstance(tracker, WandBTracker):
+                tracker.store_init_configuration(config)  # its part of the run may be all that there is of it
+        self._configured.value = 1
+        self.watch()
+
+    def watch(self) -> None:
+        """Have each tracker's ``log`` write what the failed worker did not."""
+        for number, tracker in enumerate(self._accelerator.trackers):
+            if self._job.rank == 0 and number not in self._rows:
+                rows = self._rows[number] = Rows(
+                    self._job, f"accelerate.{number}", _service(self._job, tracker), _writer(tracker)
+                )
+                tracker.log = rows.give
+
+    def capture(self) -> Any:
+        rows = {number: rows.state() for number, rows in self._rows.items()}
+        return {"names": self._noted, "rows": rows}
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        for number, state in data["rows"].items():
+            if number in self._rows:
+                self._rows[number].restore(state)
+
+
+def _service(job: Job, tracker: GeneralTracker) -> Service:
+    if isinstance(tracker, WandBTracker):
+        return of_wandb(job, lambda: tracker.run, numbered=True)
+    if isinstance(tracker, MLflowTracker):
+        import mlflow
+
+        return Mlflow(lambda: (mlflow.MlflowClient(), tracker.active_run.info.run_id))
+    return Service()
+
+
+def _writer(tracker: GeneralTracker) -> Callable[[Any, Any, dict[str, Any]], None]:
+    log = tracker.log
+
+    def write(values: Any, step: Any, more: dict[str, Any]) -> None:
+        log(values, step=step, **more)
+        flush = getattr(getattr(tracker, "writer", None), "flush", None)
+        if flush is not None:
+            flush()
+
+    return write
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
 
 
 class AccelerateRunState:
@@ -27,10 +137,6 @@ class AccelerateRunState:
         self.trackers = Trackers(accelerator, progress.job)
         if not replays:
             progress.job.register(STATE, self._capture, self._restore)
-
-    def stand_by(self) -> None:
-        """Before the first epoch begins; see :meth:`Job.make_own_standby`."""
-        self._job.make_own_standby()
 
     def early(self) -> None:
         """In a replacement, before an epoch begins: loaders count epochs themselves, and shuffle by them."""

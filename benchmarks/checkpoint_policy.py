@@ -23,8 +23,7 @@ from benchmarks.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, me
 from benchmarks.simulate.placing import Array, Clock, Knowledge, Recorded, SimulatedJob, exponential_of, places
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve, CurveFitter
-from shared_core.checkpoint.hazard import Hazard
-from shared_core.checkpoint.history import Run
+from shared_core.checkpoint.history import Hazard, Run, RunEnding, from_history
 from shared_core.checkpoint.policy import (
     CheckFreq,
     Coci,
@@ -37,7 +36,6 @@ from shared_core.checkpoint.policy import (
     Value,
     Young,
 )
-from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.report.text import columns
 
 CURVES = Path(__file__).parent / "curves"

@@ -19,10 +19,8 @@ from pathlib import Path
 from benchmarks.common import Row, arguments, at_most, finish, say
 from benchmarks.lab.check import check
 from shared_core.reroute.plan_cache import PlanStore, Settings
-from shared_core.schedule.planner import IterationPlan, plan
-from shared_core.schedule.problem import Memory, Variant
-from shared_core.schedule.remainder import replan
-from shared_core.schedule.routing import Route, deal
+from shared_core.schedule.planner import IterationPlan, plan, replan
+from shared_core.schedule.problem import Memory, Route, Variant, deal
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, held_without_failure
 from shared_core.schedule.timing import StageTimes, Times, simulate
 

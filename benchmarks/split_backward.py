@@ -78,13 +78,15 @@ class Alive(TorchDispatchMode):
 
 def whole(stage: nn.Module, x: Tensor, grad: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """B in place of I, nothing in place of W."""
-    _, part = StageBackward.forward(stage, x)
+    x = x.detach().requires_grad_()
+    part = StageBackward([stage(x)], [x])
     return lambda: part.backward([grad]), lambda: None
 
 
 def own(stage: nn.Module, x: Tensor, grad: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """This product's I and W."""
-    _, part = StageBackward.forward(stage, x)
+    x = x.detach().requires_grad_()
+    part = StageBackward([stage(x)], [x])
     return lambda: part.backward_input([grad]), part.backward_weight
 
 

@@ -18,16 +18,15 @@ except ImportError as error:
 from lightning_swift.callback import SwiftCallback
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
-from lightning_swift.fabric import SwiftFabricFSDPStrategy, SwiftFabricStrategy, register_fabric
-from lightning_swift.fabric_loop import FabricLoop, attach
-from lightning_swift.pipeline import SwiftPipelineStrategy, register_pipeline
-from lightning_swift.sharded import SwiftFSDPStrategy, register_sharded
-from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register
+from lightning_swift.fabric import FabricLoop, SwiftFabricFSDPStrategy, SwiftFabricStrategy, attach, register_fabric
+from lightning_swift.pipeline import SwiftPipelineStrategy
+from lightning_swift.sharded import SwiftFSDPStrategy
+from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register, register_one
 from lightning_swift.support import refuse_pytorch_lightning
 
 register(SWIFT_NAMES)
-register_pipeline()
-register_sharded()
+register_one(SwiftPipelineStrategy, "a DeepSpeed pipeline that survives the failure of workers")
+register_one(SwiftFSDPStrategy, "FSDP2 and HSDP that survive the failure of workers")
 register_fabric()
 refuse_pytorch_lightning()
 

@@ -8,8 +8,7 @@ import lightning.pytorch as pl
 
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.compat import trainer_under_construction
-from lightning_swift.launcher import SwiftLauncher
-from lightning_swift.launching import LaunchingStrategy
+from lightning_swift.launching import LaunchingStrategy, SwiftLauncher
 from lightning_swift.sharded import SwiftFSDPStrategy
 from lightning_swift.strategy import DDP_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_strategy

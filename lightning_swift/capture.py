@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -15,12 +17,124 @@ from torchmetrics import Metric
 
 from lightning_swift import compat
 from lightning_swift.averages import Averages
-from lightning_swift.compat import BatchProgress, Counter, Loop, Progress
+from lightning_swift.compat import BatchProgress, Counter, Loop, Metadata, Progress, ResultMetric
 from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers, Missed, is_own
-from lightning_swift.results import LightningResults
 from shared_core import Job
 from shared_core.encoding import Holder, Holders, decode, dumps, encode, encode_state, loads
+from shared_core.worker.comm import group_name, group_named
+
+# -- what self.log has gathered: Lightning's result collections as plain data -----------------------------------------
+
+
+_META = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+class LightningResults:
+    """Captures and restores the collections of the training and evaluation loops.
+
+    Entries that a replacement has not logged yet are made again from their metadata, bound to its own strategy, groups
+    and metrics.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._metas: dict[int, tuple[ResultMetric, Any]] = {}
+
+    def capture(self) -> dict[str, Any]:
+        """Plain data, about 4 us for each logged name."""
+        return {
+            name: [(key, self._meta(metric), _values(metric)) for key, metric in collection.items()]
+            for name, collection in compat.results_of(self._trainer).items()
+            if collection
+        }
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Put back what :meth:`capture` took; names that were not logged by then are removed."""
+        for name, collection in compat.results_of(self._trainer).items():
+            entries = data.get(name, [])
+            known = dict(collection)
+            collection.clear()
+            for key, meta, values in entries:
+                metric = known.get(key) or self._make(meta)
+                collection[key] = metric
+                if metric.is_tensor:
+                    for attribute in ("value", "cumulated_batch_size"):
+                        if attribute in values:
+                            setattr(metric, attribute, decode(values[attribute]))
+                forward, computed = decode(values["forward"]), decode(values["computed"])
+                compat.set_metric_state(metric, forward, computed, values["updates"])
+                metric.has_reset = values["reset"]
+                metric.meta.sync.should = meta["should"]
+
+    def reset(self) -> None:
+        """Forget the values of what is logged, not that it is."""
+        for collection in compat.results_of(self._trainer).values():
+            for metric in collection.values():
+                if metric.is_tensor:
+                    metric.reset()
+
+    def _meta(self, metric: ResultMetric) -> dict[str, Any]:
+        cached = self._metas.get(id(metric))
+        if cached is not None and cached[0] is metric and cached[1]["should"] == metric.meta.sync.should:
+            found: dict[str, Any] = cached[1]
+            return found
+        meta = metric.meta
+        sync = meta.sync
+        plain = {name: getattr(meta, name) for name in _META}
+        plain |= {
+            "reduce_fx": meta.reduce_fx.__name__,
+            "is_tensor": metric.is_tensor,
+            "should": sync.should,
+            "op": sync.op,
+            "rank_zero_only": sync.rank_zero_only,
+            "group": None if sync.group is None else group_name(sync.group),
+        }
+        self._metas[id(metric)] = (metric, plain)
+        return plain
+
+    def _make(self, plain: dict[str, Any]) -> ResultMetric:
+        meta = Metadata(**{name: plain[name] for name in _META}, reduce_fx=getattr(torch, plain["reduce_fx"]))
+        group: Any = None
+        if plain["group"] is not None:
+            group = group_named(plain["group"])
+        reduce = self._trainer.strategy.reduce
+        meta.sync = compat.make_sync(reduce, plain["should"], plain["rank_zero_only"], plain["op"], group)
+        metric = ResultMetric(meta, plain["is_tensor"])
+        if not metric.is_tensor:
+            # Its state belongs to the module, which is captured with it.
+            object.__setattr__(metric, "value", self._trainer.lightning_module.get_submodule(plain["metric_attribute"]))
+        return metric
+
+
+def _values(metric: ResultMetric) -> dict[str, Any]:
+    forward, computed, updates = compat.metric_state(metric)
+    values: dict[str, Any] = {
+        "forward": encode(forward),
+        "computed": encode(computed),
+        "updates": updates,
+        "reset": metric.has_reset,
+    }
+    if metric.is_tensor:
+        values["value"] = encode(metric.value)
+        if metric.meta.is_mean_reduction:
+            values["cumulated_batch_size"] = encode(metric.cumulated_batch_size)
+    return values
+
+
+# -- everything -------------------------------------------------------------------------------------------------------
+
 
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults"})
 
@@ -54,7 +168,7 @@ class RunState:
             ("averages", self.averages.capture, self.averages.restore, False),
             ("metrics", lambda: None, self._restore_metrics, False),
             ("flags", self._capture_flags, self._restore_flags, False),
-            ("callbacks", self._of("callbacks").capture, self._of("callbacks").restore, False),
+            ("callbacks", self._capture_callbacks, self._restore_callbacks, False),
             ("results", self._results.capture, self._restore_results, True),
             ("schedulers", self._capture_schedulers, self._restore_schedulers, False),
             ("data", self.data.capture, self._restore_data, False),
@@ -90,14 +204,17 @@ class RunState:
 
     # -- holders ------------------------------------------------------------------------------------------------------
 
-    def _of(self, name: str) -> _Lazy:
-        return _Lazy(lambda: self._holders(name))
-
     def _holders(self, name: str) -> Holders:
         if name not in self._built:
             self._built[name] = Holders(*_BUILDERS[name](self.trainer))
         found: Holders = self._built[name]
         return found
+
+    def _capture_callbacks(self) -> Any:
+        return self._holders("callbacks").capture()
+
+    def _restore_callbacks(self, data: Any) -> None:
+        self._holders("callbacks").restore(data)
 
     def _model(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
         if "model" not in self._built:
@@ -201,17 +318,6 @@ class RunState:
     def _restore_schedulers(self, data: list[Any]) -> None:
         for config, state in zip(self.trainer.strategy.lr_scheduler_configs, data, strict=False):
             config.scheduler.load_state_dict(decode(state))
-
-
-class _Lazy:
-    def __init__(self, build: Callable[[], Holders]) -> None:
-        self._build = build
-
-    def capture(self) -> Any:
-        return self._build().capture()
-
-    def restore(self, data: Any) -> None:
-        self._build().restore(data)
 
 
 _OF_MODULES = frozenset(vars(pl.LightningModule())) | compat.METRIC_INTERNALS | frozenset(vars(nn.Module()))

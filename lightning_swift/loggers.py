@@ -8,9 +8,10 @@ its rows again.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,52 @@ import lightning.pytorch.loggers.csv_logs as csv_logs
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_swift import compat
-from lightning_swift.services import Services
 from shared_core import Job, current_job
 from shared_core.encoding import Holder, decode, encode, user_defined
+from shared_core.trackers import Mlflow, Rows, Service, note_file, note_runs, of_wandb
+
+# -- loggers that write to a service: one run, each row once, also across the failure of rank 0 -----------------------
+
+
+_ROWS = "_swift_rows"
+_numbers: Iterator[int] = itertools.count()
+
+
+class _LazyService:
+    """Rows of a logger whose run is opened when it is first used. Replaces the logger's ``log_metrics``."""
+
+    def __init__(self, job: Job, logger: Logger) -> None:
+        self._job, self._logger = job, logger
+        self._name = f"lightning.{next(_numbers)}"
+        self._log = logger.log_metrics
+        self._rows: Rows | None = None
+        logger.log_metrics = self.give  # type: ignore[method-assign]
+
+    @property
+    def rows(self) -> Rows:
+        """Made when first asked for, which opens the run."""
+        if self._rows is None:
+            self._rows = Rows(self._job, self._name, _service(self._job, self._logger), self._write)
+        return self._rows
+
+    def give(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self.rows.give(metrics, step)
+
+    def state(self) -> Any:
+        """Plain data; None if nothing was logged."""
+        return None if self._rows is None else self._rows.state()
+
+    def _write(self, metrics: Mapping[str, Any], step: Any, more: dict[str, Any]) -> None:
+        self._log(dict(metrics), step)
+
+
+def _service(job: Job, logger: Logger) -> Service:
+    if isinstance(logger, WandbLogger):
+        return of_wandb(job, lambda: logger.experiment, numbered=False)
+    if isinstance(logger, MLFlowLogger):
+        return Mlflow(lambda: (logger.experiment, str(logger.run_id)), compat.metric_prefix(logger))
+    return Service()
+
 
 _JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 
@@ -207,17 +251,15 @@ def is_own(logger: Logger) -> bool:
     return user_defined(type(logger)) and not isinstance(logger, known)
 
 
-def _keeps_rows(logger: Logger) -> bool:
-    return isinstance(logger, (CSVLogger, TensorBoardLogger)) or is_own(logger)
-
-
 class Loggers:
     """The loggers of a trainer. Only rank 0 writes logs, so only its state is published."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._others: dict[int, Holder] = {}
-        self._services: Services | None = None
+        self._job: Job | None = None  # once there is one, in rank 0
+        self._services: list[Logger] = []
+        self._noted = False
 
     def prepare(self, job: Job, state: Any) -> None:
         """Before anything is logged: see that loggers of services write each row once.
@@ -225,17 +267,32 @@ class Loggers:
         In a replacement, take up runs that a service knows by name, and the versions of a run that was started before.
         """
         if self._trainer.is_global_zero:
-            self._services = Services(job, [each for each in self._trainer.loggers if not _keeps_rows(each)])
+            self._job = job
+            self._services = [
+                each
+                for each in self._trainer.loggers
+                if not isinstance(each, (CSVLogger, TensorBoardLogger)) and not is_own(each)
+            ]
+        for logger in self._services:
+            if _ROWS not in vars(logger):
+                vars(logger)[_ROWS] = _LazyService(job, logger)
         for logger, data in self._pairs(state):
             version = (data or {}).get("version")
             if version is not None:
                 _take_up_version(logger, version)
-            if self._services is not None:
-                self._services.take_up(logger, (data or {}).get("run"))
+            run = (data or {}).get("run")
+            if run is not None:
+                compat.take_up_run(logger, run)
 
     def opened(self) -> None:
-        if self._services is not None:
-            self._services.opened()
+        """Runs are open: note them, for replacements."""
+        if self._noted or not self._services or self._job is None:
+            return
+        self._noted = True
+        note_runs(self._job)
+        for logger in self._services:
+            if isinstance(logger, WandbLogger):
+                note_file(self._job, logger.experiment)
 
     def capture(self) -> Any:
         if not self._trainer.is_global_zero:
@@ -245,8 +302,9 @@ class Loggers:
     def restore(self, state: Any) -> None:
         joining = _joining()
         for logger, data in self._pairs(state):
-            if self._services is not None and "given" in (data or {}):
-                self._services.restore(logger, data["given"])
+            rows = (data or {}).get("given")
+            if self._job is not None and rows is not None:
+                vars(logger)[_ROWS].rows.restore(rows)
             if data is None or joining:
                 continue  # joining: an entry call was skipped; later ones have written to the same files
             if isinstance(logger, CSVLogger):
@@ -269,7 +327,11 @@ class Loggers:
         if is_own(logger):
             return None
         found = {"attributes": self._other(logger).capture()}
-        return found if self._services is None else found | self._services.capture(logger)
+        if self._job is None:
+            return found
+        self.opened()
+        run = logger.version if isinstance(logger, (MLFlowLogger, WandbLogger)) else None
+        return found | {"run": run, "given": vars(logger)[_ROWS].state()}
 
     def _other(self, logger: Logger) -> Holder:
         if id(logger) not in self._others:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,17 +13,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swift import compat
-from lightning_swift.banner import leave_out
 from lightning_swift.capture import RunState
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
-from lightning_swift.cli_config import write_again
-from lightning_swift.collectives import CollectiveStrategy
 from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_overlapped_update, check_trainer
 from shared_core import Job, SwiftConfig
@@ -28,9 +30,20 @@ from shared_core.devices import apart
 from shared_core.faults import point
 from shared_core.loaders import wrap_loader
 
+#: Bytes of an object broadcast: 8 for the length, the rest for the object; longer ones need a second operation.
+_BROADCAST_BYTES = 1024
 
-class RecoveringStrategy(CollectiveStrategy):
-    """The part of a strategy that is at work while something is trained."""
+
+class RecoveringStrategy(ParallelStrategy):
+    """The part of a strategy that is at work while something is trained.
+
+    It stands before a strategy of Lightning's. Its collectives can be left out, and their sources continue with what
+    was delivered.
+
+    Attributes:
+        job: of this worker; None where nobody recovers it.
+        quiet: leave out collectives: code of Lightning is called again whose peers are elsewhere.
+    """
 
     config: SwiftConfig
     #: Whether callbacks may average the weights.
@@ -43,7 +56,7 @@ class RecoveringStrategy(CollectiveStrategy):
     def _begin(self, job: Job | None) -> None:
         """Called once, by whatever makes the strategy; ``job`` is None where nobody recovers this worker."""
         self.job = job
-        leave_out(job)
+        leave_out_banner(job)
         self.quiet = False
         self.sharing: Sharing | None = None
         self._run_state: RunState | None = None
@@ -263,3 +276,125 @@ class RecoveringStrategy(CollectiveStrategy):
         for callback in getattr(self._trainer, "callbacks", ()):
             if isinstance(callback, SwiftCheckpoint):
                 callback.forget_file(str(filepath))
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.quiet:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # that of the strategy behind this
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return tensor if self.quiet else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As Lightning's, except that the source, too, continues with what was delivered.
+
+        Decisions that depend on the clock or on files (a time limit, the name of a checkpoint) may come out differently
+        when a replacement on the source rank takes them again; its peers already act on the first one.
+        """
+        if self.job is None or not self.job.runtime.operates or not dist.is_initialized():
+            return super().broadcast(obj, src)  # type: ignore[safe-super]
+        if self.quiet:
+            return obj
+        with self.job.runtime.unchecked():
+            return _broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """As Lightning's; a replacement may contribute something else (whether a file exists by now)."""
+        if self.job is None:
+            return super().reduce_boolean_decision(decision, all)
+        with self.job.runtime.unchecked():
+            return super().reduce_boolean_decision(decision, all)
+
+
+def _broadcast(obj: Any, src: int) -> Any:
+    sent = pickle.dumps(obj) if dist.get_rank() == src else b""
+    head = torch.zeros(_BROADCAST_BYTES, dtype=torch.uint8)
+    start = _BROADCAST_BYTES - 8
+    if sent:
+        first = len(sent).to_bytes(8, "little") + sent[:start]
+        head[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+    dist.broadcast(head, src)
+    data = head.numpy().tobytes()
+    length = int.from_bytes(data[:8], "little")
+    received = data[8 : 8 + length]
+    if length > start:
+        rest = torch.zeros(length - start, dtype=torch.uint8)
+        own = sent[start:length]
+        if own:
+            rest[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        dist.broadcast(rest, src)
+        received += rest.numpy().tobytes()
+    # The source keeps its own object where it is what was delivered.
+    return obj if received == sent else pickle.loads(received)
+
+
+# -- what Lightning says at the start of a run: a replacement, which starts in the middle of one, does not repeat it --
+
+
+#: Loggers of Lightning whose messages these are, and those that have handlers for them (the empty name: the root).
+_SOURCES = ("lightning.pytorch", "lightning.fabric")
+_HANDLED = ("", "lightning", *_SOURCES)
+
+
+class _Quiet(logging.Filter):
+    """Drops what Lightning says below a warning, until a replacement has the failed worker's place."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        banner = record.levelno < logging.WARNING and record.name.startswith(_SOURCES)
+        return not (banner and self._job.joining)
+
+
+_quiet: _Quiet | None = None
+
+
+def leave_out_banner(job: Job | None) -> None:
+    """Leave out the start banner if this is a replacement. Further calls do nothing."""
+    global _quiet
+    if job is None or job.env.incarnation == 0 or _quiet is not None:
+        return
+    _quiet = _Quiet(job)
+    for name in _HANDLED:
+        for handler in logging.getLogger(name or None).handlers:
+            handler.addFilter(_quiet)
+
+
+# -- config.yaml of LightningCLI, which refuses to write over a file --------------------------------------------------
+#
+# Whoever takes a failed worker's place, or continues from a checkpoint, writes the same file again.
+
+
+#: At the end of the name that Lightning looks for; nothing is ever written there.
+_AGAIN = ".again"
+
+
+class _Rewriting:
+    """The parser of a command line, writing over the file that is there, and restoring its name."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback, self._parser, self._name = callback, callback.parser, callback.config_filename
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def save(self, config: Any, path: str, **options: Any) -> None:
+        self._callback.parser, self._callback.config_filename = self._parser, self._name
+        self._parser.save(config, path.removesuffix(_AGAIN), **options | {"overwrite": True})
+
+
+def write_again(trainer: pl.Trainer) -> None:
+    """In rank 0, before an entry call: the configuration has been written by another worker of this run.
+
+    Lightning still asks whether the file exists, and tells all ranks: a replacement must issue the same collectives.
+    """
+    cli = sys.modules.get("lightning.pytorch.cli")  # whoever has such a callback has imported it
+    if cli is None:
+        return
+    for callback in getattr(trainer, "callbacks", ()):
+        if isinstance(callback, cli.SaveConfigCallback) and callback.save_to_log_dir and not callback.already_saved:
+            callback.parser = _Rewriting(callback)
+            callback.config_filename += _AGAIN

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
@@ -27,13 +27,12 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
     predict, so it must leave alone what is sharded already. For HSDP give a mesh of two dimensions, made there.
 
     Args:
-        save_distributed_checkpoint: as in ``ModelParallelStrategy``.
         standbys: processes kept ready to replace a failed worker, when this strategy starts ``swiftrun`` itself.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         seed: seed of ``data="seeded"``.
         options: further options of :class:`shared_core.SwiftConfig`, by name.
-        process_group_backend: as in ``ModelParallelStrategy``.
-        timeout: see there.
+
+    All others are as in ``ModelParallelStrategy``.
 
     Raises:
         ConfigError: for an unknown option or a bad value.
@@ -138,11 +137,3 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
         file = path / compat.METADATA_FILE if path.is_dir() else path
         found: dict[str, Any] = torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
         return found
-
-
-def register_sharded() -> None:
-    name = SwiftFSDPStrategy.strategy_name
-    if name not in StrategyRegistry:
-        StrategyRegistry.register(
-            name, SwiftFSDPStrategy, description="FSDP2 and HSDP that survive the failure of workers"
-        )

@@ -35,19 +35,10 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
         checkpoint_every_steps: step boundaries between two of them; 0 writes none.
         seed: seed of ``data="seeded"``.
         options: further options of :class:`shared_core.SwiftConfig`, by name.
-        accelerator: this and all that follow as in ``DDPStrategy``.
-        parallel_devices: see there.
-        cluster_environment: see there.
-        checkpoint_io: see there.
-        precision_plugin: see there.
-        ddp_comm_state: see there; refused.
-        ddp_comm_hook: see there; refused.
-        ddp_comm_wrapper: see there; refused.
-        model_averaging_period: see there; refused.
-        process_group_backend: see there.
-        timeout: see there.
-        start_method: see there; only ``popen``.
+        start_method: only ``popen``.
         kwargs: options of ``DistributedDataParallel``.
+
+    All others are as in ``DDPStrategy``, but communication hooks and model averaging are refused.
 
     Raises:
         Unsupported: for communication hooks, model averaging, and start methods that spawn or fork.
@@ -138,6 +129,12 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
     def _settle(self) -> None:
         assert self.sharing is not None
         self.sharing.settle()
+
+
+def register_one(kind: type[Any], description: str) -> None:
+    """Register a strategy under its own name."""
+    if kind.strategy_name not in StrategyRegistry:
+        StrategyRegistry.register(kind.strategy_name, kind, description=description)
 
 
 def register(names: tuple[str, ...] = ("swift_ddp",), *, override: bool = False) -> None:

@@ -328,7 +328,7 @@ class OneProcess:
                 self._lock = RunLock(open_storage(folder), self._session)
                 self._lock.take(WAIT_S)
                 self._spool.claim(folder, self._session)
-            chosen = [(found[0].checkpoint.storage.root, found[0].step, found[1])] if found is not None else []
+            chosen = [(found[0].storage.root, found[0].step, found[1])] if found is not None else []
         chosen = decode(self._ranks.agreed("begins", json.dumps(chosen)), list[tuple[str, Count, bool]], "begins")
         if not chosen:
             return
@@ -343,7 +343,7 @@ class OneProcess:
         names = json.loads(metadata[NAMES])
         self.replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
         if self.rank == 0:
-            whose = f", of '{lineage.SavedCheckpoint(saved).command.short}'" if adopts else ""
+            whose = f", of '{saved.command.short}'" if adopts else ""
             console(f"continuing from the checkpoint at step boundary {step} in {saved.path.parent}{whose}")
 
     def _restore(self) -> None:
@@ -481,7 +481,7 @@ class OneProcess:
 
 def choose(
     where: str, command: Command, world_size: int, *, continues: bool, told: str
-) -> tuple[lineage.SavedCheckpoint, bool] | None:
+) -> tuple[store.Checkpoint, bool] | None:
     """The newest whole checkpoint that serves, and whether it is of another command.
 
     None if there is none; then the user is told what is left behind.
@@ -498,7 +498,7 @@ def choose(
     if continues:
         there = lineage.read(where, command.key)
     own = lineage.candidates(there, command.key)
-    own = [each for each in own if not told or each.checkpoint.meta.get("adopted") == told]
+    own = [each for each in own if not told or each.meta.get("adopted") == told]
     adoptable, passed = lineage.to_adopt(told) if told else ([], there.unusable(command.key))
     found = lineage.first_whole(each for each in (*own, *adoptable) if _fits(each, world_size))
     lineage.tell_passed(passed, found)
@@ -514,9 +514,9 @@ def choose(
     return None
 
 
-def _fits(found: lineage.SavedCheckpoint, world_size: int) -> bool:
-    theirs = found.checkpoint.meta.get("world_size")
+def _fits(found: store.Checkpoint, world_size: int) -> bool:
+    theirs = found.meta.get("world_size")
     if theirs != world_size:
-        where = found.checkpoint.path
+        where = found.path
         console(f"checkpoint {where} is passed over: it is of {theirs} ranks, this job has {world_size}")
     return bool(theirs == world_size)

@@ -23,8 +23,7 @@ from shared_core.errors import ConfigError
 from shared_core.faults import inject
 from shared_core.job import Job
 from shared_core.loaders.shards import Shards
-from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, steps_of
-from shared_core.reroute.shares import Shares, start_alike
+from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, Shares, start_alike, steps_of
 from shared_core.reroute.summing import flat_gradients, set_mean_gradients
 
 Loss = Callable[[Any], Tensor]

@@ -15,6 +15,7 @@ from harness import SCRIPTS, Jobs
 
 from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import FOLDER, Spool
+from shared_core.checkpoint.store import Checkpoint
 from shared_core.config import variable_of
 from shared_core.events import read_events
 from shared_core.protocol import progress_file
@@ -185,7 +186,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def saved(folder: Path) -> list[lineage.SavedCheckpoint]:
+def saved(folder: Path) -> list[Checkpoint]:
     """Committed checkpoints in a folder, the oldest run first."""
     found = lineage.contents(folder).saved
     return sorted(found, key=lambda each: (lineage.age_key(each.run), each.step))
@@ -193,7 +194,7 @@ def saved(folder: Path) -> list[lineage.SavedCheckpoint]:
 
 def committed(folder: Path, world_size: int = 2) -> list[int]:
     """Step boundaries of the checkpoints in a folder, oldest first."""
-    return [each.step for each in saved(folder) if each.checkpoint.meta["world_size"] == world_size]
+    return [each.step for each in saved(folder) if each.meta["world_size"] == world_size]
 
 
 def continued_from(result: JobResult) -> set[int]:

@@ -121,7 +121,7 @@ def test_resume_from_adopts(jobs: Jobs, folder: Path, capsys: pytest.CaptureFixt
     continues with its own.
     """
     _, newest = stopped(jobs, folder, A, 20)
-    path = saved(folder)[-1].checkpoint.path
+    path = saved(folder)[-1].path
     told = f"--resume-from={path.parent}"
     adopted, own = stopped(jobs, folder, B, newest + 20, told)
     assert continued_from(adopted) == {newest} and not said(adopted)

@@ -26,7 +26,7 @@ def killed(jobs: Jobs, folder: Path, nproc: int = 1) -> list[Path]:
         job.until(lambda: len(committed(folder, nproc)) > 1, 60)
         job.kill()
         job.end()
-    return [each.checkpoint.path for each in saved(folder)]
+    return [each.path for each in saved(folder)]
 
 
 def started(jobs: Jobs, folder: Path, boundaries: int = 0, nproc: int = 1, **more: str) -> JobResult:

@@ -34,9 +34,9 @@ def noted(result: JobResult, rank: int) -> dict[int, dict[str, str]]:
 NOWHERE = Path("/proc/nowhere")
 
 
-def held(loaded: recovery_line.Loaded) -> dict[str, str]:
+def held(loaded: recovery_line.Restored) -> dict[str, str]:
     """The same of what a checkpoint holds."""
-    parts: dict[str, Any] = loaded.local["parts"]
+    parts: dict[str, Any] = loaded.parts
     return {
         "state": digest(loaded.tensors),
         "buffers": digest([*parts["swift.buffers"].values()]),

@@ -22,7 +22,7 @@ from shared_core.worker.comm.compat import TESTED
 
 #: Where the names of each framework are listed, and used.
 TABLES = {
-    "lightning": ("lightning_swift.private_names", ["lightning_swift.compat"]),
+    "lightning": ("lightning_swift.compat", ["lightning_swift.compat"]),
     "deepspeed": ("shared_core.pipeline.compat", ["shared_core.pipeline.compat"]),
     "torch": ("shared_core.worker.comm.compat", ["shared_core.worker.comm.compat"]),
     "fsdp": ("shared_core.worker.sharded.compat", ["shared_core.worker.sharded.compat"]),

@@ -11,7 +11,7 @@ import torch
 from harness import Jobs, few
 from torch.utils.data import DataLoader
 
-from lightning_swift.pipeline_parts import (
+from lightning_swift.pipeline import (
     StageFiles,
     check_loader,
     check_module,

@@ -49,7 +49,7 @@ def stop_and_continue(
 def parameters(folder: Path, step: int) -> str:
     """Digest of the parameters in a checkpoint."""
     found = next(each for each in saved(folder) if each.step == step)
-    tensors, metadata = image.load(found.checkpoint.path / "replicated0.safetensors")
+    tensors, metadata = image.load(found.path / "replicated0.safetensors")
     names = json.loads(metadata[NAMES])
     return digest([tensors[name] for name in names if not name.startswith("optimizer.")])
 

@@ -4,16 +4,18 @@ log."""
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from shared_core.cli.arguments import number, one_line
+from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
-from shared_core.pipeline.grouping import Budget, ChainProfile, GroupPlan, plan_groups, trade_off
+from shared_core.pipeline.grouping import Budget, ChainMachine, ChainProfile, GroupPlan, plan_groups, trade_off
 from shared_core.report.text import columns, in_bytes, in_seconds
 
 
@@ -41,7 +43,7 @@ def add_command(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     try:
         with open_regular(options.file) as file:
-            profile = ChainProfile.from_dict(json.loads(file.read()))
+            profile = profile_of(json.loads(file.read()))
     except (OSError, ValueError, RecursionError) as error:
         print(
             f"swiftctl: cannot read {options.file}: {one_line(error)}; see docs/design/plan_logging.md", file=sys.stderr
@@ -55,6 +57,40 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(format_plans(plans, chosen if budgeted else None), flush=True)
     return 0
+
+
+def profile_of(values: Any) -> ChainProfile:
+    """Build from plain data, as read from JSON. ConfigError for an unknown, missing or bad field."""
+    data = dict(_known(ChainProfile, values, "profile"))
+    for name in ("machines", "boundary_bytes", "steps_between_checkpoints"):
+        if name not in data:
+            raise ConfigError(f"a profile needs {name!r}")
+    for name in ("machines", "boundary_bytes"):
+        if not isinstance(data[name], list | tuple):
+            raise ConfigError(f"{name} must be a list, got {data[name]!r}")
+    machines = [_known(ChainMachine, one, "machine") for one in data["machines"]]
+    if not all("compute_s" in one for one in machines):
+        raise ConfigError("every machine needs 'compute_s'")
+    data["machines"] = tuple(ChainMachine(**one) for one in machines)
+    data["boundary_bytes"] = tuple(map(_integral, data["boundary_bytes"]))
+    return ChainProfile(**data)
+
+
+def _known(kind: type[ChainMachine] | type[ChainProfile], values: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"a {what} must be a mapping, got {values!r}")
+    names = [field.name for field in fields(kind)]
+    for name in values:
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+            raise ConfigError(f"unknown field {name!r} of a {what}{hint}")
+    return values
+
+
+def _integral(value: Any) -> Any:
+    """A whole number that JSON has as 8e8."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _plan_to_dict(plan: GroupPlan) -> dict[str, object]:

@@ -12,8 +12,8 @@ from benchmarks.lab.policies import draw_policies, format_policies, policy_to_di
 from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
+from shared_core.checkpoint.history import RunEnding, from_history
 from shared_core.checkpoint.policy import POLICIES
-from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError, MissingExtra
 from shared_core.kinds import LONGEST_S, MOST
@@ -109,7 +109,7 @@ def _ending(options: argparse.Namespace) -> RunEnding:
         return RunEnding.constant(1 / (options.end_h * 3600) if options.end_h is not None else 0.0, options.abrupt)
     if not options.history.exists():
         raise FileNotFoundError(f"--history {options.history}: there is no such file")
-    found = from_history(history.read(options.history).runs)
+    found = from_history(history.read(options.history))
     if found is None:
         raise ConfigError(f"the job history {options.history} holds no run that has trained")
     return found

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import fit_exponential
+from shared_core.checkpoint.history import RunEnding
 from shared_core.checkpoint.policy import Decision, Exponential, LossCurve, Policy, Situation
-from shared_core.checkpoint.run_ends import RunEnding
 from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
 

@@ -102,11 +102,11 @@ class Image:
     def begin(self) -> None:
         """Make the file with its header. Raises StorageFull if there is no room; :meth:`discard` it then."""
         with _says_full(self.path, self.nbytes):
-            _operation()
+            inject.point("checkpoint.stage")
             self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o600)
-            _operation()
+            inject.point("checkpoint.stage")
             os.ftruncate(self._fd, self.nbytes)  # a reused file may be longer
-            _operation()
+            inject.point("checkpoint.stage")
             _write_at(self._fd, self._head, 0)
 
     def seal(self) -> None:
@@ -119,12 +119,12 @@ class Image:
             for name, tensor in self._tensors.items():
                 at = self._entries[name].start
                 for piece in _pieces(tensor):
-                    _operation()
+                    inject.point("checkpoint.stage")
                     at += _write_at(self._fd, piece, at)
                 if _version(tensor) != self._versions[name]:
                     raise Changed(f"{name!r} was changed before it was copied, outside of an optimizer's update")
         self._close()
-        _operation()
+        inject.point("checkpoint.stage")
         os.rename(self._temporary, self.path)
 
     def discard(self) -> None:
@@ -145,12 +145,12 @@ def write_file(path: Path, payload: bytes) -> None:
     """
     temporary = temporary_of(path)
     with _says_full(path, len(payload)):
-        _operation()
+        inject.point("checkpoint.stage")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            _operation()
+            inject.point("checkpoint.stage")
             _write_at(fd, payload, 0)
-            _operation()
+            inject.point("checkpoint.stage")
             os.rename(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -279,12 +279,14 @@ class Stager:
 
 def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The distinct tensors, detached; and for each name of the same tensor the name under which it is stored."""
+    import torch
+
     unique: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        if str(tensor.dtype) not in _NAMES or tensor.layout != _strided() or tensor.device.type == "meta":
+        if str(tensor.dtype) not in _NAMES or tensor.layout != torch.strided or tensor.device.type == "meta":
             raise Unsupported(
                 f"tensor {name!r} ({tensor.dtype}, {tensor.layout}, {tensor.device.type}) has no place in a "
                 "safetensors file; keep it out of the state, or as another type"
@@ -301,12 +303,6 @@ def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
 def _version(tensor: torch.Tensor) -> int:
     """torch's count of changes in place; always 0 for tensors made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _strided() -> torch.layout:
-    import torch
-
-    return torch.strided
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, ImageEntry]]:
@@ -382,7 +378,3 @@ def _says_full(path: Path, nbytes: int) -> Iterator[None]:
         if error.errno in FULL:
             raise StorageFull(f"no room in memory for {nbytes} bytes at {path} ({error.strerror})") from error
         raise
-
-
-def _operation() -> None:
-    inject.point("checkpoint.stage")

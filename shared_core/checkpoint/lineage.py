@@ -24,7 +24,7 @@ from typing import Any
 from shared_core.checkpoint import run_lock, store
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.storage import Storage, open_storage
-from shared_core.checkpoint.store import PassedOver
+from shared_core.checkpoint.store import Checkpoint, PassedOver
 from shared_core.errors import CorruptFile, NoUsableCheckpoint, SwiftError
 from shared_core.events import console
 
@@ -56,7 +56,7 @@ def _now() -> str:
 
 
 def age_key(run: str) -> str:
-    """Sorts runs by age, the oldest first; empty for names of earlier versions."""
+    """Sorts runs by age, the oldest first; empty for what is no name of a run."""
     return run if re.fullmatch(_STAMPED, run) else ""
 
 
@@ -91,10 +91,6 @@ def meta_of(
     return who | what | {"world_size": world_size, "boundary": boundary, "version": version}
 
 
-def command_of(meta: Mapping[str, Any]) -> Command:
-    return Command(str(meta.get("command", "")), str(meta.get("words", "")))
-
-
 @dataclass(frozen=True)
 class Folder:
     """A folder with the checkpoints of one run, or whatever checkpoints somebody has put into it. All reads may
@@ -110,45 +106,13 @@ class Folder:
     command: str = ""
 
     def ended(self) -> frozenset[str]:
-        """Runs in it that have ended well. Raises OSError."""
+        """Runs in it that have ended well."""
         return frozenset({self.run} if self.run and ENDED in self.storage.names() else ())
 
-    def saved(self) -> list[SavedCheckpoint]:
-        return self.read()[0]
-
-    def read(self) -> tuple[list[SavedCheckpoint], list[PassedOver]]:
-        """The same, and those that are there and cannot be used."""
+    def read(self) -> tuple[list[Checkpoint], list[PassedOver]]:
+        """Its checkpoints, and those that are there and cannot be used."""
         found, passed = store.read_all(self.storage)
-        return [SavedCheckpoint(each) for each in found], [replace(each, run=self.run) for each in passed]
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A committed checkpoint of a run; its parts were not read."""
-
-    checkpoint: store.Checkpoint
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step
-
-    @property
-    def run(self) -> str:
-        return str(self.checkpoint.meta.get("run", ""))
-
-    @property
-    def command(self) -> Command:
-        return command_of(self.checkpoint.meta)
-
-    @property
-    def time(self) -> float:
-        """When it was committed, in seconds since the epoch; 0 if unknown."""
-        if self.checkpoint.time:
-            return self.checkpoint.time
-        path = self.checkpoint.storage.local(f"{self.checkpoint.folder}/{store.MANIFEST}")
-        with suppress(OSError):
-            return path.stat().st_mtime if path is not None else 0.0
-        return 0.0
+        return found, [replace(each, run=self.run) for each in passed]
 
 
 @dataclass(frozen=True)
@@ -160,7 +124,7 @@ class Contents:
         passed: checkpoints and folders of runs that are there and cannot be used; those without a run may be anybody's.
     """
 
-    saved: tuple[SavedCheckpoint, ...] = ()
+    saved: tuple[Checkpoint, ...] = ()
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
     passed: tuple[PassedOver, ...] = ()
 
@@ -168,7 +132,9 @@ class Contents:
         return self.ended.get(key[:8], frozenset())
 
     def continues(self, run: str, key: str) -> bool:
-        return continues(run, self.ended_of(key))
+        """Whether a command's next start may continue with a run of it: neither that nor a later one has ended well."""
+        ends = self.ended_of(key)
+        return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
 
     def unusable(self, key: str) -> list[PassedOver]:
         """What the next start of a command would look at, and cannot use; of the newest run first."""
@@ -202,7 +168,7 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
     """What a folder holds (of one command, or of all); only manifests are read. A run's folder that this user may not
     read is passed over. Raises OSError, or SwiftError for storage of an unknown kind.
     """
-    saved: list[SavedCheckpoint] = []
+    saved: list[Checkpoint] = []
     ended: dict[str, frozenset[str]] = {}
     passed: list[PassedOver] = []
     for each in folders(where, key):
@@ -233,19 +199,13 @@ def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents
         return Contents()
 
 
-def continues(run: str, ended: Iterable[str]) -> bool:
-    """Whether the next start of a command may continue with one of its runs: it has not ended well, nor a later one."""
-    ends = set(ended)
-    return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
-
-
-def candidates(found: Contents, key: str) -> list[SavedCheckpoint]:
+def candidates(found: Contents, key: str) -> list[Checkpoint]:
     """What the next start of a command may continue with: of its newest run first, and of that the newest first."""
     mine = [each for each in found.saved if each.command.key == key and found.continues(each.run, key)]
     return sorted(mine, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
 
-def to_adopt(where: str) -> tuple[list[SavedCheckpoint], list[PassedOver]]:
+def to_adopt(where: str) -> tuple[list[Checkpoint], list[PassedOver]]:
     """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder; and
     what is there and cannot be used. Raises OSError, or SwiftError for storage of an unknown kind.
     """
@@ -253,7 +213,7 @@ def to_adopt(where: str) -> tuple[list[SavedCheckpoint], list[PassedOver]]:
     step = store.step_of(name)
     if step is not None:
         try:
-            return [SavedCheckpoint(store.load_manifest(parent or "/", step))], []
+            return [store.load_manifest(parent or "/", step)], []
         except store.NeverCompleted:
             return [], []
         except CorruptFile as error:
@@ -262,13 +222,13 @@ def to_adopt(where: str) -> tuple[list[SavedCheckpoint], list[PassedOver]]:
     return sorted(found.saved, key=lambda each: (each.time, each.step), reverse=True), list(found.passed)
 
 
-def first_whole(found: Iterable[SavedCheckpoint], say: Callable[[str], None] = console) -> SavedCheckpoint | None:
+def first_whole(found: Iterable[Checkpoint], say: Callable[[str], None] = console) -> Checkpoint | None:
     """The first one all of whose checksums hold; others are passed over, and the user is told."""
     for each in found:
         try:
-            store.verify(each.checkpoint)
+            store.verify(each)
         except (CorruptFile, OSError) as error:
-            say(f"checkpoint {each.checkpoint.path} is passed over: {error}")
+            say(f"checkpoint {each.path} is passed over: {error}")
         else:
             return each
     return None
@@ -278,7 +238,7 @@ def first_whole(found: Iterable[SavedCheckpoint], say: Callable[[str], None] = c
 
 
 def tell_passed(
-    passed: Iterable[PassedOver], taken: SavedCheckpoint | None = None, say: Callable[[str], None] = console
+    passed: Iterable[PassedOver], taken: Checkpoint | None = None, say: Callable[[str], None] = console
 ) -> None:
     """Print which checkpoints cannot be used: those that a start would have taken before ``taken``, or all for None."""
     last = ("", -1) if taken is None else (age_key(taken.run), taken.step)
@@ -325,21 +285,21 @@ def left_behind(where: str, key: str, how: str, *, continues: bool, again: str) 
     return ""
 
 
-def _newest(where: str) -> SavedCheckpoint | None:
+def _newest(where: str) -> Checkpoint | None:
     """The newest checkpoint of the newest run that has any, of whatever command."""
     for each in sorted(folders(where), key=lambda each: age_key(each.run), reverse=True):
         with suppress(PermissionError):  # another user's
-            if saved := each.saved():
+            if saved := each.read()[0]:
                 return max(saved, key=lambda one: (one.time, one.step))
     return None
 
 
-def next_start(found: Contents, command: Command, whole: Callable[[SavedCheckpoint], bool] = lambda each: True) -> Next:
+def next_start(found: Contents, command: Command, whole: Callable[[Checkpoint], bool] = lambda each: True) -> Next:
     """What the next start of a command does. ``whole`` tells whether a checkpoint can be read."""
     rest = candidates(found, command.key)
     picked = next((each for each in rest if whole(each)), None)
     if picked is not None:
-        asked = bool(picked.checkpoint.meta.get("continues", True))
+        asked = bool(picked.meta.get("continues", True))
         return Next(command, picked, "" if asked else "it was started without --resume")
     mine = [each for each in found.saved if each.command.key == command.key]
     bad = [each for each in found.unusable(command.key) if each.run]
@@ -361,7 +321,7 @@ class Next:
     """
 
     command: Command
-    saved: SavedCheckpoint | None
+    saved: Checkpoint | None
     reason: str = ""
     fails: bool = False
 
@@ -396,7 +356,7 @@ def forget_ended(folder: str, meta: Mapping[str, Any]) -> None:
     for each in folders(where, key):
         if not each.run or age_key(each.run) >= age_key(run) or not each.ended():
             continue
-        if all(one.command.key == key for one in each.saved()):
+        if all(one.command.key == key for one in each.read()[0]):
             if each.storage.is_link():
                 continue  # somebody keeps it elsewhere
             for step in store.steps(each.storage):

@@ -63,8 +63,13 @@ class RunLock:
         """
         local = self._storage.local(FILE)
         if local is not None and self._renewed < 0:
+            deadline = time.monotonic() + wait_s
             try:
-                self._take_locally(local, time.monotonic() + wait_s)
+                while not self._try(local):
+                    if time.monotonic() >= deadline:
+                        found = _content(local.read_bytes()) if local.exists() else None
+                        raise _in_use(self._storage.root, found)
+                    time.sleep(_LOOK_S)
                 return
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
@@ -100,12 +105,6 @@ class RunLock:
                     self._storage.remove(FILE)
 
     # -- where the kernel keeps it -------------------------------------------------------------------------------------
-
-    def _take_locally(self, path: Path, deadline: float) -> None:
-        while not self._try(path):
-            if time.monotonic() >= deadline:
-                raise _in_use(self._storage.root, _content(path.read_bytes()) if path.exists() else None)
-            time.sleep(_LOOK_S)
 
     def _try(self, path: Path) -> bool:
         if self._fd >= 0 and _is(self._fd, path):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared_core.checkpoint.image import Changed, Image, Stager, temporary_of, write_file
@@ -93,7 +92,7 @@ class Snapshots:
                 made.append(image)
                 again = temporary_of(image.path)
                 spool.spare(name, again)
-                spool.check_room(image.nbytes - _size(again))
+                spool.check_room(image.nbytes - (again.stat().st_size if again.exists() else 0))
                 image.begin()
             for name, payload in parts.items():
                 write_file(folder / name, payload)
@@ -148,10 +147,3 @@ class Snapshots:
         if cause not in self._said:
             self._said.add(cause)
             self._say(f"rank {self._rank}: {message}")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

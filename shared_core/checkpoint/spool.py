@@ -153,7 +153,7 @@ class Spool:
     def folder_of(self, step: int) -> Path:
         """The folder of a snapshot, made if it is not there."""
         path = self._path(step)
-        _operation()
+        inject.point("checkpoint.stage")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
@@ -163,7 +163,7 @@ class Spool:
         """
         for found in sorted((self.folder / _SPARE).glob(f"{name}~*")):
             with contextlib.suppress(FileNotFoundError):  # another process took it
-                _operation()
+                inject.point("checkpoint.stage")
                 os.rename(found, to)
                 return True
         return False
@@ -227,7 +227,7 @@ class Spool:
     def drop(self, step: int) -> None:
         """Remove a snapshot; its files become spare, one of each name."""
         path, spare = self._path(step), self.folder / _SPARE
-        _operation()
+        inject.point("checkpoint.stage")
         spare.mkdir(mode=0o700, exist_ok=True)
         for note in path.glob(f"*{SEALED}"):  # first, so that it does not look whole any more
             note.unlink(missing_ok=True)
@@ -235,7 +235,7 @@ class Spool:
             if file.name.startswith(".") or any(spare.glob(f"{file.name}~*")):
                 continue
             with contextlib.suppress(OSError):
-                _operation()
+                inject.point("checkpoint.stage")
                 os.rename(file, spare / f"{file.name}~{self.attempt}-{step}")
         shutil.rmtree(path, ignore_errors=True)
 
@@ -339,17 +339,13 @@ def _control_group() -> str:
     return ""
 
 
-def _operation() -> None:
-    inject.point("checkpoint.stage")
-
-
 def _replace(path: Path, text: str) -> None:
     """Put ``text`` at ``path``, whole or not at all. Raises StorageFull if there is no room."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _operation()
+        inject.point("checkpoint.stage")
         temporary.write_text(text)
-        _operation()
+        inject.point("checkpoint.stage")
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
 from shared_core.errors import CorruptFile, NotAFile, StorageFull
 from shared_core.faults import inject
@@ -53,7 +54,7 @@ class Checkpoint:
         parts: SHA-256 (hexadecimal) of each part, by name.
         meta: plain data given to :func:`commit`, ``world_size`` among it.
         sizes: of the parts in bytes, as far as known.
-        time: when it was committed, in seconds since the epoch; 0 if the manifest does not say.
+        time: when it was committed, in seconds since the epoch.
     """
 
     storage: Storage
@@ -62,6 +63,15 @@ class Checkpoint:
     meta: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     time: float = 0.0
+
+    @property
+    def run(self) -> str:
+        """Whose it is; empty if unknown."""
+        return str(self.meta.get("run", ""))
+
+    @property
+    def command(self) -> Command:
+        return Command(str(self.meta.get("command", "")), str(self.meta.get("words", "")))
 
     @property
     def folder(self) -> str:
@@ -392,7 +402,7 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
             raise CorruptFile(f"its format is {manifest['format']}, this version reads {FORMAT}")
         if manifest["step"] != step:
             raise CorruptFile(f"the manifest is of step {manifest['step']}")
-        sizes, when = manifest.get("sizes", {}), float(manifest.get("time", 0.0))
+        sizes, when = manifest["sizes"], float(manifest["time"])
         if not (_is_parts(manifest["parts"]) and isinstance(manifest["meta"], dict) and isinstance(sizes, dict)):
             raise CorruptFile("the manifest names no parts, or has no meta")
         if not all(map(is_count, sizes.values())):

@@ -13,7 +13,7 @@ from typing import Any
 
 from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.lineage import Contents, Next, SavedCheckpoint
+from shared_core.checkpoint.lineage import Contents, Next
 from shared_core.checkpoint.storage import check_place, open_storage
 from shared_core.cli import arguments
 from shared_core.errors import ConfigError, SwiftError
@@ -46,10 +46,9 @@ def add_command(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """What lies in the folder of a step. ``saved``: what was found, where its manifest can be read."""
+    """What lies in the folder of a step."""
 
     found: store.Found
-    saved: SavedCheckpoint | None
     run: str
     ended: bool
 
@@ -84,19 +83,19 @@ def _rows(where: str, *, check: bool, contents: Contents) -> list[_Row]:
     rows = []
     for folder in lineage.folders(open_storage(where)):
         for found in store.survey(folder.storage, check=check):
-            saved = SavedCheckpoint(found.checkpoint) if found.checkpoint is not None else None
+            saved = found.checkpoint
             run = saved.run if saved is not None else folder.run
             ended = run in contents.ended_of(saved.command.key if saved is not None else folder.command)
-            rows.append(_Row(found, saved, run, ended))
+            rows.append(_Row(found, run, ended))
     return sorted(rows, key=lambda row: (lineage.age_key(row.run), row.run, row.found.step))
 
 
 def _following(options: argparse.Namespace, contents: Contents, rows: Sequence[_Row]) -> list[Next]:
     """What the next start of each command does, or of the one that was named."""
-    whole = [row.saved for row in rows if row.whole]
+    whole = [row.found.checkpoint for row in rows if row.whole]
 
-    def fits(each: SavedCheckpoint) -> bool:
-        return each in whole and options.world_size in (None, each.checkpoint.meta.get("world_size"))
+    def fits(each: store.Checkpoint) -> bool:
+        return each in whole and options.world_size in (None, each.meta.get("world_size"))
 
     commands = contents.commands()
     if options.command:
@@ -118,9 +117,9 @@ def _print(options: argparse.Namespace, contents: Contents, rows: Sequence[_Row]
     picked = {(each.saved.run, each.saved.step) for each in following if each.saved is not None and not each.reason}
     table = [["", "run", "step", "time", "workers", "size", "state", "ended", "command"]]
     for row in rows:
-        saved = row.saved
+        saved = row.found.checkpoint
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.time)) if saved is not None else ""
-        count = saved.checkpoint.meta.get("world_size", "") if saved is not None else ""
+        count = saved.meta.get("world_size", "") if saved is not None else ""
         mark = "*" if (row.run, row.found.step) in picked and row.whole else ""
         command = saved.command.short if saved is not None else ""
         cells = [mark, row.run, row.found.step, when, count, in_bytes(row.found.bytes), row.found.state]
@@ -151,7 +150,7 @@ def _line(options: argparse.Namespace, contents: Contents, following: Next) -> s
 
 
 def _to_dict(row: _Row) -> dict[str, Any]:
-    saved = row.saved
+    saved = row.found.checkpoint
     return {
         "run": row.run,
         "step": row.found.step,
@@ -160,9 +159,9 @@ def _to_dict(row: _Row) -> dict[str, Any]:
         "ended": row.ended,
         "reason": row.found.reason,
         "bytes": row.found.bytes,
-        "path": str(saved.checkpoint.path) if saved is not None else None,
-        "meta": dict(saved.checkpoint.meta) if saved is not None else None,
-        "parts": dict(saved.checkpoint.parts) if saved is not None else None,
+        "path": str(saved.path) if saved is not None else None,
+        "meta": dict(saved.meta) if saved is not None else None,
+        "parts": dict(saved.parts) if saved is not None else None,
     }
 
 

@@ -2,7 +2,7 @@
 
 A thread of the agent sends the snapshot to the agent of the machine in the next place (:class:`Sender`), which keeps
 the newest whole one and the one that is coming (:class:`NeighbourCopies`). When all workers start again, each asks all
-machines what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.in_memory`).
+machines what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.recovery_line`).
 
 It uses the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the files
 and the notes that seal them; an answer; each file in parts and its SHA-256; a frame if all of it was still there at the

@@ -17,9 +17,8 @@ With M = 1 it is the plain sum, the cost that Swift's own grouping uses (``merge
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -85,23 +84,6 @@ class ChainProfile:
                 _number(name, getattr(self, name), positive=True)
         if not any(machine.weight for machine in self.machines):
             raise ConfigError("at least one machine needs a weight above 0")
-
-    @classmethod
-    def from_dict(cls, values: Any) -> ChainProfile:
-        """Build from plain data, as read from JSON. ConfigError for an unknown, missing or bad field."""
-        data = dict(_known(cls, values, "profile"))
-        for name in ("machines", "boundary_bytes", "steps_between_checkpoints"):
-            if name not in data:
-                raise ConfigError(f"a profile needs {name!r}")
-        for name in ("machines", "boundary_bytes"):
-            if not isinstance(data[name], list | tuple):
-                raise ConfigError(f"{name} must be a list, got {data[name]!r}")
-        machines = [_known(ChainMachine, one, "machine") for one in data["machines"]]
-        if not all("compute_s" in one for one in machines):
-            raise ConfigError("every machine needs 'compute_s'")
-        data["machines"] = tuple(ChainMachine(**one) for one in machines)
-        data["boundary_bytes"] = tuple(map(_integral, data["boundary_bytes"]))
-        return cls(**data)
 
 
 @dataclass(frozen=True)
@@ -281,23 +263,6 @@ def _costs(profile: ChainProfile, first: int, end: int) -> list[tuple[float, flo
         longest = max(longest, machine.compute_s)
         found.append((weight, (total + (profile.micro_batches - 1) * longest) / profile.micro_batches))
     return found
-
-
-def _known(kind: type[ChainMachine] | type[ChainProfile], values: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"a {what} must be a mapping, got {values!r}")
-    names = [field.name for field in fields(kind)]
-    for name in values:
-        if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
-            raise ConfigError(f"unknown field {name!r} of a {what}{hint}")
-    return values
-
-
-def _integral(value: Any) -> Any:
-    """A whole number that JSON has as 8e8."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole(name: str, value: Any, least: int) -> None:

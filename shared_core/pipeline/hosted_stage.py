@@ -37,7 +37,7 @@ class StageState:
         self._possible = _can_be_built(engine)
 
     @property
-    def nbytes(self) -> int | None:
+    def state_bytes(self) -> int | None:
         """Bytes; None where workers cannot build each other's stages, or hooks would be missed there."""
         return sum(t.nbytes for t in self._tensors()[1]) if self._possible and not self.hooked else None
 
@@ -79,7 +79,32 @@ class StageState:
         return description | {"buffers": len(buffers)}, [*tensors, *buffers]
 
 
-class HostedStage:
+class StageUpdates:
+    """Updates of a stage, each of which can be taken back until the next one, or until it is accepted."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters, self._updated = parameters, optimizer
+        self._undo: Undo | None = None
+
+    def _begin(self, tentative: bool) -> None:
+        if tentative and self._undo is None:
+            self._undo = Undo([self._updated])
+            self._undo.arm()
+        self.accept()
+
+    def accept(self) -> None:
+        if self._undo is not None:
+            self._undo.commit()
+
+    def _scale(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
+
+
+class HostedStage(StageUpdates):
     """The layers of another stage, as a :class:`shared_core.reroute.step.StageModel`.
 
     Args:
@@ -123,24 +148,9 @@ class HostedStage:
         Replicated([module], [self._optimizer]).load(dict(description), tensors[:count], owned=True)
         for own, theirs in zip(buffers, tensors[count:], strict=True):
             own.data.copy_(theirs)
-        self._parameters = [p for p in module.parameters() if p.requires_grad and p.numel()]
-        self._undo: Undo | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        return self._stage.module
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self._parameters
-
-    @property
-    def accumulates(self) -> None:
-        return None
-
-    @property
-    def tied(self) -> Sequence[Tied]:
-        return ()
+        super().__init__(self._optimizer, [p for p in module.parameters() if p.requires_grad and p.numel()])
+        self.module, self.accumulates = module, None
+        self.tied: Sequence[Tied] = ()
 
     def items(self) -> list[tuple[Tensors, Tensors]]:
         return self._home.items()
@@ -161,21 +171,18 @@ class HostedStage:
         return loss.float() / int(self._engine.micro_batches), loss
 
     def set_gradients(self, flat: Tensor) -> None:
-        set_gradients(self._parameters, flat)
+        set_gradients(self.parameters, flat)
 
     def norm(self) -> float | None:
         if self._engine.gradient_clipping() <= 0.0:
             return None
-        return square_sum(self._parameters, self._number == 0)
+        return square_sum(self.parameters, self._number == 0)
 
     def clip(self, norms: Sequence[float | None]) -> float:
         return self._home.clip(norms)
 
     def update(self, factor: float, tentative: bool) -> None:
-        if tentative and self._undo is None:
-            self._undo = Undo([self._optimizer])
-            self._undo.arm()
-        self.accept()
+        self._begin(tentative)
         self._step(factor)
 
     def update_again(self, factor: float) -> None:
@@ -184,18 +191,11 @@ class HostedStage:
         self._step(factor)
         self._undo.commit()
 
-    def accept(self) -> None:
-        if self._undo is not None:
-            self._undo.commit()
-
     def _step(self, factor: float) -> None:
         """Update with the schedules of this worker's own stage, whose update of the step comes later."""
         for group, values in zip(self._optimizer.param_groups, hyperparameters(self._engine.optimizer), strict=True):
             group.update(values)
-        if factor != 1.0:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
+        self._scale(factor)
         self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -20,25 +20,22 @@ from shared_core.events import console, console_once
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
-from shared_core.pipeline.hosted_stage import HostedStage, StageState, set_gradients, square_sum
+from shared_core.pipeline.hosted_stage import HostedStage, StageState, StageUpdates, set_gradients, square_sum
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
-from shared_core.pipeline.sharded import is_sharded
+from shared_core.pipeline.sharded import WholeOptimizer, is_sharded
 from shared_core.pipeline.shared_data import SharedData
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
-from shared_core.pipeline.whole_optimizer import WholeOptimizer
 from shared_core.reroute.executor import Executor
-from shared_core.reroute.gloo_order import order
 from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.places import StagePlaces
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.step import Reader, StageModel, StepOptions, StepResult, Tied
-from shared_core.reroute.summing import GROUPS, SumRule
+from shared_core.reroute.summing import GROUPS, SumRule, gloo_order
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.worker.recovery.survivor_groups import WaitFor
-from shared_core.worker.state.undo import Undo
 
 #: Kind under which the result of the last step is kept for replacements that skip it.
 _RESULT = "pipeline step"
@@ -211,7 +208,7 @@ class Rerouting:
                 job.fall_back(str(error))
         sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]
         mean = torch.zeros(())
-        for place in order(0, len(sums)):  # in which gloo adds single numbers
+        for place in gloo_order(0, len(sums)):  # in which gloo adds single numbers
             mean += sums[place]
         return mean / len(sums) if len(sums) > 1 else mean
 
@@ -239,7 +236,7 @@ class Rerouting:
                 total += torch.tensor(loss, dtype=dtype)
             sums.append(total / self._topology.micro_batches)
         mean = torch.zeros_like(sums[0])
-        for place in order(0, len(sums)):  # in which gloo adds single numbers
+        for place in gloo_order(0, len(sums)):  # in which gloo adds single numbers
             mean += sums[place]
         if len(sums) > 1:
             mean /= len(sums)
@@ -248,30 +245,19 @@ class Rerouting:
         return mean.to(told)
 
 
-class _Layers:
+class _Layers(StageState, StageUpdates):
     """The engine's own stage, as a :class:`shared_core.reroute.step.HomeModel`."""
 
     def __init__(self, engine: InstrumentedEngine, job: Job, whole: WholeOptimizer | None) -> None:
-        self._engine, self._job, self._whole = engine, job, whole
-        self._undo: Undo | None = None
+        StageState.__init__(self, engine)
+        StageUpdates.__init__(self, engine.optimizer, trained(engine))
+        self._job, self._whole = job, whole
         self._shapes: list[list[tuple[int, ...]]] | None = None
-        self._parameters = trained(engine)
-        self._tied = _tied(engine, self._parameters)
+        self.module: nn.Module = engine.module
+        self.accumulates = whole.accumulates if whole is not None else None
+        self.tied = _tied(engine, self.parameters)
         self._buffers = dict(engine.module.named_buffers())
-        self._state = StageState(engine)
         self.reader: Reader | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        return self._engine.module  # type: ignore[no-any-return]
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self._parameters
-
-    @property
-    def accumulates(self) -> torch.dtype | None:
-        return self._whole.accumulates if self._whole is not None else None
 
     @property
     def rule(self) -> SumRule:
@@ -280,11 +266,7 @@ class _Layers:
             return self._whole.rule(engine.communication_data_type, average)
         # Where layers are tied a gradient has another place at each stage, and so another order.
         scale = 1.0 / engine.grid.data_parallel_size if average else 1.0
-        return SumRule(scale=scale, as_gloo=not self._tied)
-
-    @property
-    def tied(self) -> Sequence[Tied]:
-        return self._tied
+        return SumRule(scale=scale, as_gloo=not self.tied)
 
     def draw(self, micro_batches: int) -> list[tuple[Tensors, Tensors]]:
         """Inputs and labels of the next micro-batches of this pipeline."""
@@ -337,7 +319,7 @@ class _Layers:
         if self._whole is not None:
             self._whole.set_gradients(flat)
             return
-        set_gradients(self._parameters, flat)
+        set_gradients(self.parameters, flat)
 
     def pass_by(self, gradients: Tensor, norm: Any) -> None:
         """Of a step that the state contains already: hooks look at its gradients; its update does nothing."""
@@ -374,11 +356,7 @@ class _Layers:
         if self._whole is not None:
             compat.step(self._engine)
             return
-        if tentative and self._undo is None:
-            self._undo = Undo([self._engine.optimizer])
-            self._undo.arm()
-        if self._undo is not None:
-            self._undo.commit()
+        self._begin(tentative)
         self._scale(factor)
         compat.step(self._engine)
 
@@ -396,33 +374,8 @@ class _Layers:
         for group, values in zip(optimizer.param_groups, now, strict=True):
             group.update(values)  # the scheduler has been on since
 
-    def accept(self) -> None:
-        if self._undo is not None:
-            self._undo.commit()
-
-    @property
-    def state_bytes(self) -> int | None:
-        return self._state.nbytes
-
-    @property
-    def hooked(self) -> bool:
-        return self._state.hooked
-
-    def terms(self) -> str:
-        return self._state.terms()
-
-    def export(self) -> tuple[dict[str, Any], Tensor]:
-        return self._state.export()
-
     def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
         return HostedStage(self._engine, self._job, self, stage, description, state)
-
-    def _scale(self, factor: float) -> None:
-        if factor == 1.0:
-            return
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
 
 
 def _item(batch: Any) -> tuple[Tensors, Tensors]:

@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING
 from shared_core.lazy import lazily
 
 if TYPE_CHECKING:
-    from shared_core.reroute.data_parallel import Outcome, steps_of
-    from shared_core.reroute.shares import Shares, start_alike
+    from shared_core.reroute.data_parallel import Outcome, Shares, start_alike, steps_of
 
 __all__ = ["Outcome", "Shares", "start_alike", "steps_of"]
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "shared_core.reroute.data_parallel": ("Outcome", "steps_of"),
-        "shared_core.reroute.shares": ("Shares", "start_alike"),
-    },
-)
+__getattr__ = lazily(__name__, {"shared_core.reroute.data_parallel": ("Outcome", "Shares", "start_alike", "steps_of")})

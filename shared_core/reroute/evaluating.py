@@ -44,7 +44,7 @@ def host_of(topology: Topology, failed: Collection[PlannedWorker], pipeline: int
 class Evaluating:
     def __init__(self, place: WorkerPlace, model: StageModel) -> None:
         self._place, self._model = place, model
-        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._topology, self._me, self._rank = place.topology, place.me, place.places.rank
         self._parts = parts_of(place.topology)
         self._results: dict[When, Losses] = {}
         self._now, self._count = When(-1, 0), 0
@@ -124,7 +124,7 @@ class Evaluating:
                     if host_of(topology, failed, d, stage) == self._me:
                         self._forward(channel, failed, sources, d, j, losses)
         for (d, part), source in sources.items():
-            if self._me in self._takers(failed, d, part):
+            if self._me in keepers(self._topology, failed, d, part.stage):
                 for j in range(self._count):
                     self._get(channel, source, d, j, part)
         inject.point("reroute.evaluated")
@@ -161,7 +161,7 @@ class Evaluating:
 
     def _give(self, channel: MessageChannel, failed: Collection[PlannedWorker], d: int, part: KeptPart) -> None:
         having = {self._rank(self._me)} | self._held.get((d, part.kind), set())
-        for rank in sorted({self._rank(taker) for taker in self._takers(failed, d, part)} - having):
+        for rank in sorted({self._rank(taker) for taker in keepers(self._topology, failed, d, part.stage)} - having):
             for j in range(self._count):
                 tensors = self._items[d, j][part.number]
                 channel.send_described(self._key(part.kind, part.stage, d, j), tensors or (), rank)
@@ -174,9 +174,6 @@ class Evaluating:
             known = channel.fetch_described(self._key(part.kind, part.stage, d, j), source)
             self._items[d, j] = (item[0], known) if part.number else (known, item[1])
         return known
-
-    def _takers(self, failed: Collection[PlannedWorker], d: int, part: KeptPart) -> list[PlannedWorker]:
-        return keepers(self._topology, failed, d, part.stage)
 
     def _source(self, failed: Collection[PlannedWorker], d: int, part: KeptPart) -> int | None:
         for end in (part.stage, self._topology.stages - 1 - part.stage):

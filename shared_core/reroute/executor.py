@@ -16,22 +16,16 @@ import torch
 
 from shared_core.errors import ConfigError, InvalidSchedule, RecoveryFailed
 from shared_core.reroute.evaluating import Evaluating, Losses
-from shared_core.reroute.finishing import Finishing
-from shared_core.reroute.former import FormerParameters
-from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.history import PlanHistory, StepProgress, change_entry, progresses, summed_stages, text_of
 from shared_core.reroute.keeping import DataAway, Keeping, data_until
-from shared_core.reroute.measuring import Measuring
-from shared_core.reroute.messages import MessageChannel, MessageKind
-from shared_core.reroute.moving import Role, Roles
+from shared_core.reroute.messages import MessageChannel, MessageKind, through_failures
+from shared_core.reroute.moving import Due, Role, Roles, as_plain, from_plain, next_change, tell
 from shared_core.reroute.places import StagePlaces, WorkerPlace
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.reports import RerouteReports
-from shared_core.reroute.row_runner import RowRunner
-from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
-from shared_core.reroute.step import HomeModel, Item, StageModel, Step, StepOptions, StepResult
-from shared_core.reroute.step_progress import StepProgress, change_entry, progresses, summed_stages, text_of
-from shared_core.reroute.through_failures import through_failures
-from shared_core.schedule.routing import survivors
+from shared_core.reroute.reports import Measuring
+from shared_core.reroute.row_runner import Finishing, RowRunner
+from shared_core.reroute.step import FormerParameters, HomeModel, Item, StageModel, Step, StepOptions, StepResult
+from shared_core.schedule.problem import survivors
 from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.worker.recovery.survivor_groups import SurvivorGroup
 
@@ -67,7 +61,7 @@ class Executor:
         self._channel: MessageChannel | None = None
         self._roles = Roles(home, model, places, self._role)
         at_home = StagePlaces(places.topology, places.home_rank)  # who has moved evaluates at its own place
-        self._evaluating = Evaluating(WorkerPlace(home, at_home), model)
+        self.evaluations = Evaluating(WorkerPlace(home, at_home), model)
         self._me = home
         self._due: Due | None = None
         self._sent_bytes = 0
@@ -76,14 +70,13 @@ class Executor:
         self.step = 0
 
     def _role(self, place: WorkerPlace, model: StageModel) -> Role:
-        measuring = Measuring(place, self._planner)  # durations are of the place at which they are taken
-        reports = RerouteReports(place, self._planner, measuring, self._history)
+        measuring = Measuring(place, self._planner, self._history)  # durations are of the place at which they are taken
         former, keeping = FormerParameters(model), Keeping(place)
         finishing = Finishing(
-            place, model, former, self._history, self._steps, self._joining_ranks, self._options, measuring, reports
+            place, model, former, self._history, self._steps, self._joining_ranks, self._options, measuring
         )
         runner = RowRunner(place, model, former, self._options, finishing, keeping, measuring, self._noted)
-        return Role(place, model, measuring, reports, finishing, keeping, runner, {})
+        return Role(place, model, measuring, finishing, keeping, runner, {})
 
     # -- what the engine calls ---------------------------------------------------------------------
 
@@ -130,29 +123,29 @@ class Executor:
         if not changed:  # else the data are sent already
             role.keeping.give(step, plan)
         if step.result is None:
-            role.reports.report(step.number)
+            role.measuring.report(step.number)
         role.runner.run(step, plan)
         role.finishing.finish(step)
         assert self._channel is not None
         if self._roles.away:
-            self._roles.following.follow(self._channel, step, self.failed)
+            self._roles.follow(self._channel, step, self.failed)
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
         role.measuring.agree(self._channel, step.number, activations)
 
     def begin_evaluation(self, boundary: int, micro_batches: int, items: Sequence[Item]) -> None:
-        self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
+        self.evaluations.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
         """Make the evaluation that was begun, through failures; raises as :meth:`run`."""
 
         def attempt() -> Losses:
-            if (known := self._evaluating.known()) is not None:
+            if (known := self.evaluations.known()) is not None:
                 return known  # the others do not come to a survivor group for it
             if self._channel is None or self._channel.survivor_group.broken():
                 self._change()
             assert self._channel is not None
-            return self._evaluating.run(self._channel, self._places.gone(self.failed))
+            return self.evaluations.run(self._channel, self._places.gone(self.failed))
 
         return through_failures(attempt, self.leave)
 
@@ -172,10 +165,6 @@ class Executor:
                 self._channel.survivor_group.exchange(self.step)  # nobody comes here before it has finished the step
 
         through_failures(attempt, self.leave)
-
-    @property
-    def evaluations(self) -> Evaluating:
-        return self._evaluating
 
     @property
     def connected(self) -> bool:
@@ -229,7 +218,7 @@ class Executor:
         self._apply(change_entry(2 * survivor_group.number, vacant, views, at, summed, self._until))
         self._settled = self.step if all(one[0] >= self.step for one in at.values()) else -1
         self._channel = self._roles.meet(survivor_group, views, self._steps)
-        self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
+        self.evaluations.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._roles.now.learn(self._steps, views)
         self._send_again(views)
         self._due = next_change(self._places, self._planner, self.failed, views, max(one[0] for one in at.values()))
@@ -271,8 +260,9 @@ class Executor:
             self._apply(change_entry(2 * survivor_group.number + 1, vacant, views, at))
             self._channel = self._roles.meet(survivor_group, views, {})
         if self._places.home_rank(self._me) == survivor_group.ranks[0]:
+            moved = sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
             facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
-            self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": _bytes_in(told)}))
+            self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": moved}))
 
     # -- what is told after a failure -----------------------------------------------------------------
 
@@ -284,7 +274,7 @@ class Executor:
             "at": StepProgress(self.step, step.at if step is not None else 0, self._behind()).to_plain(),
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
-            "evaluating": self._evaluating.view(),
+            "evaluating": self.evaluations.view(),
             "reads": _reads(self._steps),
             "steps": self._roles.now.facts(self._steps),
         }
@@ -314,10 +304,6 @@ class Executor:
 
 def _reads(steps: Mapping[int, Step]) -> bool:
     return any(step.reader is not None for step in steps.values())
-
-
-def _bytes_in(told: Mapping[int, Any]) -> int:
-    return sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
 
 
 def _refuse(topology: Topology, gone: frozenset[PlannedWorker]) -> None:

@@ -99,7 +99,7 @@ class Keeping:
     _channel: MessageChannel
 
     def __init__(self, place: WorkerPlace) -> None:
-        self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
+        self._topology, self._me, self._rank = place.topology, place.me, place.places.rank
         self._places = place.places
         self._parts = parts_of(place.topology)
         self._held: dict[tuple[int, int, int], set[int]] = {}

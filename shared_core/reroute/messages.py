@@ -6,14 +6,14 @@ of activations from a header that comes with the first one of each sender. Tenso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from shared_core.errors import Unsupported
+from shared_core.errors import SurvivorGroupBroken, Unsupported
 from shared_core.schedule.schedule import Topology
 from shared_core.worker.recovery.survivor_groups import SurvivorGroup, SurvivorGroupWork
 
@@ -196,3 +196,17 @@ def _header(parts: Sequence[Tensor]) -> Tensor:
 def _shapes(header: Tensor) -> Shapes:
     rows = [row for row in header.view(_PARTS, _ROW).tolist() if row[0] >= 0]
     return tuple((DTYPES[dtype], tuple(shape[:dim]), bool(grad)) for dtype, grad, dim, *shape in rows)
+
+
+T = TypeVar("T")
+
+
+def through_failures(attempt: Callable[[], T], leave_survivor_group: Callable[[], None]) -> T:
+    """Call ``attempt``, which continues an interrupted one, until no failure interrupts it; gradients enabled."""
+    while True:
+        try:
+            # Evaluations come here, too, and messages of the step before may have to be differentiated.
+            with torch.inference_mode(False), torch.enable_grad():
+                return attempt()
+        except SurvivorGroupBroken:
+            leave_survivor_group()

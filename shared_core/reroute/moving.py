@@ -17,17 +17,85 @@ from torch import Tensor
 
 from shared_core.errors import ReplicaMismatch, Unsupported
 from shared_core.faults import inject
-from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.keeping import Keeping
-from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
 from shared_core.reroute.places import StagePlaces, WorkerPlace
-from shared_core.reroute.reports import RerouteReports
-from shared_core.reroute.row_runner import RowRunner
+from shared_core.reroute.planning import Plans
+from shared_core.reroute.reports import Measuring
+from shared_core.reroute.row_runner import Finishing, RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
-from shared_core.schedule.normalise import Move
+from shared_core.reroute.times import second_updates, spare_bytes
+from shared_core.schedule.normalise import Move, iteration_cost, normalise, steps_to_wait
 from shared_core.schedule.schedule import PlannedWorker
 from shared_core.worker.recovery.survivor_groups import SurvivorGroup
+
+# -- when survivors move, and which: a pure function of what all have told --------------------------------------------
+
+
+#: Multiple of the bytes of the other stage's state that a mover needs: for its gradients, and while they come.
+_ROOM = 2
+
+
+@dataclass(frozen=True)
+class Due:
+    """A change of who computes where: the step before which it is made, and all moves, those made already included."""
+
+    step: int
+    moves: tuple[Move, ...]
+
+
+def next_change(
+    places: StagePlaces, planner: Plans, vacant: frozenset[PlannedWorker], views: Mapping[int, Any], newest: int
+) -> Due | None:
+    """Which change of who computes where is to be made, and when; None for no change.
+
+    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the failures
+    last. It costs the copies, and a step's time, because all stand at the same step boundary. Who moves makes two
+    updates in each step.
+
+    Args:
+        views: what all have told, by rank, with what :func:`tell` says as ``moving``.
+        newest: newest step that anybody may have begun.
+    """
+    topology, times, ordered = places.topology, planner.times, planner.ordered
+    gone, moved = places.gone(vacant), places.moves
+    homes = {places.home_rank(worker): worker for worker in topology.workers()}
+    facts = {homes[rank]: view["moving"] for rank, view in views.items()}
+    sizes = {worker.stage: told["state_bytes"] for worker, told in facts.items()}
+    if times is None or not gone or len(sizes) < topology.stages or any(size is None for size in sizes.values()):
+        return None
+    state = [sizes[stage] or 0 for stage in range(topology.stages)]
+    sent = max(told["sent_bytes"] or 0 for told in facts.values())
+    copies = [size * times.communication / sent if sent else 0.0 for size in state]
+    able = {worker for worker, told in facts.items() if (told["spare_bytes"] or 0) >= _ROOM * max(state)}
+    found = normalise(
+        topology, gone, times=times, variant=planner.variant, moving=copies, ordered=ordered, able=able, moved=moved
+    )
+    if set(found.moves) == set(moved):
+        return None
+    now_vacant = (gone - {move.target for move in moved}) | {move.source for move in moved}
+    second, later = (max(second_updates(times, some).values(), default=0.0) for some in (moved, found.moves))
+    before = iteration_cost(topology, now_vacant, times, planner.variant, ordered) + second
+    new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
+    steps = steps_to_wait(before, found.cost + later, new + before)
+    return None if steps is None else Due(newest + 1 + steps, found.moves)
+
+
+def tell(model: HomeModel, allowed: bool, sent_bytes: int) -> dict[str, int | None]:
+    """What a worker tells for :func:`next_change`; ``sent_bytes`` of an activation that it sends, 0 for none."""
+    size = model.state_bytes if allowed else None
+    return {"state_bytes": size, "sent_bytes": sent_bytes, "spare_bytes": spare_bytes() if size is not None else 0}
+
+
+def as_plain(moves: Sequence[Move]) -> list[list[list[int]]]:
+    return [[list(move.source), list(move.target)] for move in moves]
+
+
+def from_plain(data: Any) -> tuple[Move, ...]:
+    return tuple(Move(PlannedWorker(*source), PlannedWorker(*target)) for source, target in data)
+
+
+# -- how they move ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -37,7 +105,6 @@ class Role:
     place: WorkerPlace
     model: StageModel
     measuring: Measuring
-    reports: RerouteReports
     finishing: Finishing
     keeping: Keeping
     runner: RowRunner
@@ -68,7 +135,7 @@ class Roles:
     ) -> None:
         self._home, self._model, self._places, self._make = home, model, places, make
         self.home = self.now = make(WorkerPlace(home, places), model)
-        self.following = StateFollower(home, model, places)
+        self._givers: dict[int, int] = {}
         self._hosted: dict[PlannedWorker, Role] = {}  # by place: the one that is run, and one that is made ready
         self._state: Tensor | None = None
 
@@ -108,7 +175,7 @@ class Roles:
             for rank, view in views.items()
         }
         channel = MessageChannel(survivor_group, self._places.topology, self.now.shapes, knows)
-        self.now.reports.connect(channel)
+        self.now.measuring.connect(channel)
         self.now.finishing.connect(channel)
         self.now.runner.connect(channel)
         self.now.keeping.connect(channel, steps, views)
@@ -132,7 +199,8 @@ class Roles:
                     facts = views[self._places.home_rank(move.source)]["steps"].get(str(number), {})
                     if not facts.get("followed", True):
                         self.now.finishing.feed(step, [move.source])
-        self.following.learn({number: ranks & home for number, ranks in having.items()})
+        # The lowest rank that has the sum of this worker's stage gives it.
+        self._givers = {number: min(ranks & home) for number, ranks in having.items() if ranks & home}
         return having
 
     def offer(self, moves: Sequence[Move], ranks: Sequence[int]) -> dict[str, Any]:
@@ -172,31 +240,10 @@ class Roles:
         inject.point("reroute.move")
         return wrong
 
-    def _new(self, moves: Sequence[Move]) -> list[Move]:
-        return [move for move in moves if move not in self._places.moves]
-
-    def _giver(self, stage: int, ranks: Sequence[int]) -> int:
-        """Rank that gives the state of a stage: the lowest of those that belong to it."""
-        return min(
-            rank
-            for worker in self._places.topology.workers()
-            if worker.stage == stage and (rank := self._places.home_rank(worker)) in ranks
-        )
-
-
-class StateFollower:
-    """Makes the updates of the home stage in a worker that has moved to another."""
-
-    def __init__(self, home: PlannedWorker, model: StageModel, places: StagePlaces) -> None:
-        self._home, self._model, self._places = home, model, places
-        self._givers: dict[int, int] = {}
-
-    def learn(self, having: Mapping[int, set[int]]) -> None:
-        """On a new survivor group: by step, the ranks that have the sum of this worker's stage. The lowest gives it."""
-        self._givers = {step: min(ranks) for step, ranks in having.items() if ranks}
-
     def follow(self, channel: MessageChannel, step: Step, vacant: frozenset[PlannedWorker]) -> None:
-        """Make the update of a step that has ended; after SurvivorGroupBroken another call continues."""
+        """In a worker that has moved, make its home stage's update of a step that has ended; after SurvivorGroupBroken
+        another call continues.
+        """
         parameters = self._model.parameters
         if step.home is None:
             peers = [PlannedWorker(d, self._home.stage) for d in range(self._places.topology.pipelines)]
@@ -210,6 +257,17 @@ class StateFollower:
             self._model.set_gradients(step.home)
             self._model.update(step.verdict, False)
             step.followed = True
+
+    def _new(self, moves: Sequence[Move]) -> list[Move]:
+        return [move for move in moves if move not in self._places.moves]
+
+    def _giver(self, stage: int, ranks: Sequence[int]) -> int:
+        """Rank that gives the state of a stage: the lowest of those that belong to it."""
+        return min(
+            rank
+            for worker in self._places.topology.workers()
+            if worker.stage == stage and (rank := self._places.home_rank(worker)) in ranks
+        )
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:

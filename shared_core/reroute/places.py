@@ -67,9 +67,3 @@ class WorkerPlace:
     @property
     def last(self) -> bool:
         return self.me.stage == self.topology.stages - 1
-
-    def rank_of(self, place: PlannedWorker) -> int:
-        return self.places.rank(place)
-
-    def workers(self) -> dict[int, PlannedWorker]:
-        return self.places.workers()

@@ -13,14 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
+from shared_core.errors import ConfigError, CorruptFile, SwiftError
 from shared_core.events import console
 from shared_core.schedule.greedy import EFFORT
 from shared_core.schedule.optimal import has_solver
-from shared_core.schedule.planner import IterationPlan, plan
+from shared_core.schedule.planner import IterationPlan, canonical, patterns, plan, rename
 from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
-from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times
 from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
 
@@ -42,15 +41,8 @@ class Settings:
     def memory(self) -> Memory:
         return Memory.of_stages(self.topology, self.room)
 
-    def plan(self, failed: Collection[PlannedWorker] = ()) -> IterationPlan:
-        """The plan for these failures; raises what ``planner.plan`` does."""
-        return self.plan_within(failed, EFFORT)
-
-    def plan_exactly(self, failed: Collection[PlannedWorker]) -> IterationPlan:
-        """The same by the exact solver, as far as it gets; without OR-tools it raises MissingExtra."""
-        return self.plan_within(failed, EFFORT, EXACT_S)
-
-    def plan_within(self, failed: Collection[PlannedWorker], effort: int, time_limit: float = 0.0) -> IterationPlan:
+    def plan(self, failed: Collection[PlannedWorker], effort: int = EFFORT, time_limit: float = 0.0) -> IterationPlan:
+        """The plan for these failures; raises what ``planner.plan`` does. ``time_limit``: of the exact solver, or 0."""
         return plan(
             self.topology,
             failed,
@@ -141,19 +133,19 @@ class PlanStore:
             if not wanted():
                 break
             if not self.make(pattern).optimal and self._load(pattern, self._path(pattern, True)) is None:
-                better = self.settings.plan_exactly(pattern)
+                better = self.settings.plan(pattern, time_limit=EXACT_S)
                 if better.solver == "cp-sat":
                     self._write(self._path(pattern, True), better)
                     count += 1
         return count
 
-    def fill_in_background(self, failures: int) -> Filling:
+    def fill_in_background(self, failures: int) -> subprocess.Popen[bytes]:
         """Make and improve plans in a separate process with the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
         command = run_module("shared_core.reroute.plan_cache", str(path), str(failures), str(os.getpid()))
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
-        return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     def _path(self, pattern: tuple[PlannedWorker, ...], exact: bool = False) -> Path:
         return self.folder / f"{'exact' if exact else 'failed'}-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
@@ -178,31 +170,6 @@ class PlanStore:
                 return None
             self._read[path] = found
         return found
-
-
-class Filling:
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    def wait(self, timeout: float) -> None:
-        """Until all plans are there. WaitTimeout after ``timeout`` seconds, ConfigError if the process failed."""
-        try:
-            status = self._process.wait(timeout)
-        except subprocess.TimeoutExpired as error:
-            raise WaitTimeout(
-                f"plans were not ready after {timeout:g} s; wait longer or plan for fewer failures"
-            ) from error
-        if status:
-            raise ConfigError(f"planning in the background failed with status {status}; its error is on the console")
-
-    def stop(self) -> None:
-        """Kill the process; plans that are there stay."""
-        self._process.kill()
-        self._process.wait()
 
 
 def _sealed(text: str) -> str:

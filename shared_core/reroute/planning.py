@@ -9,6 +9,7 @@ effort. Plans of the exact solver count if all have the same one.
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared_core.errors import ConfigError
-from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
-from shared_core.reroute.room import MemoryUse, room_of
-from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, second_updates, to_dict
+from shared_core.reroute.plan_cache import PlanStore, Settings
+from shared_core.reroute.times import EQUAL, MemoryUse, drifts, from_dict, room_of, rounded, second_updates, to_dict
 from shared_core.schedule.normalise import Move
-from shared_core.schedule.planner import IterationPlan
+from shared_core.schedule.planner import REPLAN_EFFORT, IterationPlan
 from shared_core.schedule.problem import Memory, Variant
-from shared_core.schedule.remainder import EFFORT
 from shared_core.schedule.schedule import Action, PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import Times, simulate
 
@@ -83,7 +82,7 @@ class Plans:
         self._by_times: dict[Times | None, Settings] = {}
         self._stores: dict[str, PlanStore] = {}
         self._filled: set[tuple[str, int]] = set()
-        self._filling: Filling | None = None
+        self._filling: subprocess.Popen[bytes] | None = None
 
     # -- times -------------------------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class Plans:
         elif ready:
             found = self._store(settings).look_up(failed) or settings.plan(failed)
         if found is None:
-            found = settings.plan_within(failed, EFFORT)
+            found = settings.plan(failed, REPLAN_EFFORT)
         self._known[settings.key, failed] = found
         self._looked_up = ready, time.perf_counter() - began
         return found
@@ -273,7 +272,8 @@ class Plans:
 
     def stop(self) -> None:
         if self._filling is not None:
-            self._filling.stop()
+            self._filling.kill()  # plans that are there stay
+            self._filling.wait()
             self._filling = None
 
 

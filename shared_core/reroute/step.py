@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -212,27 +213,24 @@ class StepOptions:
     moves: bool = True
 
 
-class Accumulating:
+@contextmanager
+def accumulating(model: StageModel, sums: dict[int, list[Tensor | None]], home: int) -> Iterator[None]:
     """Inside, gradients of the parameters are added to those of one home pipeline; ``.grad`` is None afterwards."""
-
-    def __init__(self, model: StageModel, sums: dict[int, list[Tensor | None]], home: int) -> None:
-        self._parameters, self._dtype, self._sums, self._home = model.parameters, model.accumulates, sums, home
-
-    def __enter__(self) -> None:
-        sums = self._sums.setdefault(self._home, [None] * len(self._parameters))
-        for parameter, gradient in zip(self._parameters, sums, strict=True):
-            parameter.grad = gradient if self._dtype is None else None
-
-    def __exit__(self, *error: object) -> None:
-        sums = self._sums[self._home]
-        for index, parameter in enumerate(self._parameters):
-            if self._dtype is None:
-                sums[index] = parameter.grad
+    parameters, dtype = model.parameters, model.accumulates
+    own = sums.setdefault(home, [None] * len(parameters))
+    for parameter, gradient in zip(parameters, own, strict=True):
+        parameter.grad = gradient if dtype is None else None
+    try:
+        yield
+    finally:
+        for index, parameter in enumerate(parameters):
+            if dtype is None:
+                own[index] = parameter.grad
             elif parameter.grad is not None:
-                before = sums[index]
+                before = own[index]
                 # From zero on, as DeepSpeed's buffers, where -0.0 becomes 0.0.
-                total = torch.zeros_like(parameter, dtype=self._dtype) if before is None else before
-                sums[index] = total.add_(parameter.grad.to(self._dtype))
+                total = torch.zeros_like(parameter, dtype=dtype) if before is None else before
+                own[index] = total.add_(parameter.grad.to(dtype))
             parameter.grad = None
 
 
@@ -260,3 +258,51 @@ def merge(losses: dict[tuple[int, int], float], table: Tensor, topology: Topolog
     for index, loss in enumerate(table.tolist()):
         if not math.isnan(loss):
             losses.setdefault(divmod(index, topology.micro_batches), loss)
+
+
+class FormerParameters:
+    """Keeps them in one extra copy of the parameters, on their device."""
+
+    def __init__(self, model: StageModel) -> None:
+        self._model = model
+        self._kept: list[nn.Parameter] = []
+        self._step = -1
+
+    def keep(self, step: Step) -> None:
+        """Copy the parameters; call it right before the update of ``step``."""
+        parameters = self._model.parameters
+        if not self._kept:
+            self._kept = [nn.Parameter(torch.empty_like(parameter)) for parameter in parameters]
+        with torch.no_grad():
+            for kept, parameter in zip(self._kept, parameters, strict=True):
+                kept.copy_(parameter)
+        self._step = step.number
+
+    @contextmanager
+    def of(self, step: Step) -> Iterator[None]:
+        """Inside, the layers compute as they did in ``step``, which has its sum. Afterwards ``.grad`` is as before."""
+        module, parameters = self._model.module, self._model.parameters
+        gradients, training = [parameter.grad for parameter in parameters], module.training
+        assert not step.updated or self._step == step.number, (self._step, step.number)
+        # The layers get other parameters: the present ones stay unchanged for graphs of the next step, and for the
+        # thread that copies them to a replacement.
+        _exchange(module, dict(zip(parameters, self._kept, strict=True)) if step.updated else {})
+        if not training:  # the program evaluates by now; DeepSpeed's calls set all layers at once, too
+            module.train()
+        try:
+            yield
+        finally:
+            _exchange(module, dict(zip(self._kept, parameters, strict=True)) if step.updated else {})
+            if not training:
+                module.eval()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for kept in self._kept:
+                kept.grad = None
+
+
+def _exchange(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
+    for layer in module.modules():
+        for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in others:
+                setattr(layer, name, others[parameter])

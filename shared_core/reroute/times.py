@@ -1,16 +1,51 @@
-"""Times that plans are made for, from what workers have measured, and how far they are from others."""
+"""What plans are made for: times, from what workers have measured, and how many micro-batches fit into their memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from shared_core.kinds import whole_of_environment
+from shared_core.reroute.split import kept_tensors
 from shared_core.schedule.normalise import Move
-from shared_core.schedule.profile import COMMUNICATION
-from shared_core.schedule.schedule import Kind, PlannedWorker
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, held_without_failure
 from shared_core.schedule.timing import StageTimes, Times
+from shared_core.system.memory import machine_bytes
+
+#: Name of transfers among the samples; other samples have the names of the kinds of actions.
+COMMUNICATION = "communication"
+#: Samples of each sort that are kept.
+_SAMPLES = 64
+
+
+class Profile:
+    """Samples of durations of one worker, in seconds, and the steps in which they were taken."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[tuple[int, float]]] = {}
+
+    def add(self, kind: Kind | str, seconds: float, step: int = 0) -> None:
+        """Note one duration of an action, or of a transfer (``COMMUNICATION``)."""
+        self._samples.setdefault(str(kind), deque(maxlen=_SAMPLES)).append((step, seconds))
+
+    def medians(self, since: int = 0) -> dict[str, float]:
+        """Seconds by name, from the steps from ``since`` on.
+
+        Transfers are measured once in a job: theirs has no age. Of the optimizer it is the least: others
+        contain waiting.
+        """
+        found: dict[str, float] = {}
+        for name, samples in self._samples.items():
+            recent = [seconds for step, seconds in samples if step >= since or name == COMMUNICATION]
+            if recent:
+                found[name] = min(recent) if name == Kind.OPT else median(recent)
+        return found
+
 
 #: Parts of the longest F, I or W of the stages; plans use whole parts. Noise of some percent would make orders that
 #: look better and are not, and no plan would reach its bound, at which planning stops.
@@ -169,3 +204,54 @@ def from_dict(data: Mapping[str, Any]) -> Times:
 
 def _row(one: StageTimes) -> list[float | None]:
     return [one.forward, one.backward_input, one.backward_weight, one.optimizer, one.backward]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+#: Share of the free memory that plans may use: messages are kept until a step is over, and others need memory, too.
+_SHARE = 0.5
+
+
+class MemoryUse(NamedTuple):
+    """Bytes that a micro-batch holds on the host until its backward, None if unknown; bytes that are to spare."""
+
+    held: int | None
+    spare: int
+
+
+def room_of(topology: Topology, held: int, found: Iterable[tuple[int, MemoryUse]] = ()) -> tuple[int, ...]:
+    """Micro-batches that a worker of each stage may hold; never fewer than 1F1B does.
+
+    What is spare is measured between two steps, so what 1F1B holds may have been given back and count as free: it is
+    not added. A stage of which somebody knows nothing holds what it does under 1F1B. ``held``: chosen for all stages; 0
+    for what fits.
+    """
+    most = topology.pipelines * topology.micro_batches
+    fits: dict[int, int] = {}
+    for stage, use in found:
+        here = use.spare // max(1, use.held) if use.held is not None else 0
+        fits[stage] = min(fits.get(stage, most), here)
+    return tuple(
+        min(most, max(held_without_failure(topology, stage), held or fits.get(stage, 0)))
+        for stage in range(topology.stages)
+    )
+
+
+def bytes_held(inputs: Iterable[Tensor], outputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> int | None:
+    """Bytes that a forward holds until its backward: inputs, outputs and what the graph has saved, without parameters.
+
+    What a user's ``autograd.Function`` keeps in places of its own is not seen. None for tensors that are not in the
+    host's memory.
+    """
+    own = {one.untyped_storage().data_ptr() for one in parameters}
+    tensors = [*inputs, *outputs, *kept_tensors(outputs)]
+    if any(one.device.type != "cpu" for one in tensors):
+        return None
+    sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(size for place, size in sizes.items() if place not in own)
+
+
+def spare_bytes() -> int:
+    """Bytes of the machine's free memory that this worker may use; its workers share them."""
+    return int(_SHARE * machine_bytes()[0]) // max(1, whole_of_environment("LOCAL_WORLD_SIZE", 1))

@@ -17,10 +17,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shared_core.errors import ConfigError
-from shared_core.schedule.problem import Variant
-from shared_core.schedule.routing import survivors
+from shared_core.schedule.problem import Variant, survivors
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
-from shared_core.schedule.timing import Times
+from shared_core.schedule.timing import EQUAL_SLOTS, Times
 
 #: Least share by which a move must shorten an iteration: no measured time is better known.
 LEAST_GAIN = 0.02
@@ -56,7 +55,7 @@ def normalise(
     topology: Topology,
     failed: Collection[PlannedWorker],
     *,
-    times: Times | None = None,
+    times: Times = EQUAL_SLOTS,
     variant: Variant = Variant.STAGGERED,
     moving: Sequence[float] = (0.0,),
     ordered: bool = False,
@@ -74,7 +73,6 @@ def normalise(
 
     Raises ConfigError if a stage has nobody left, or ``moving`` has a wrong length.
     """
-    times = Times() if times is None else times
     gone = set(failed)
     survivors(topology, gone)
     if len(moving) not in (1, topology.stages):

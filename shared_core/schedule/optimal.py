@@ -97,13 +97,10 @@ class _Model:
         for intervals in self.intervals.values():
             self.model.add_no_overlap(intervals)
         # A tick of rounding for every action on the longest way, if times are not whole.
-        self.exact = self._is_exact()
+        self.exact = all(abs(value / self.tick - round(value / self.tick)) < 1e-6 for value in _durations(problem))
         slack = 0 if self.exact else 2 * (problem.topology.stages + problem.topology.micro_batches)
         self._objective(self._ticks(found.bound) - slack, self._ticks(found.cost) + slack)
         self._hint(found)
-
-    def _is_exact(self) -> bool:
-        return all(abs(value / self.tick - round(value / self.tick)) < 1e-6 for value in _durations(self.problem))
 
     def _ticks(self, value: float) -> int:
         return round(value / self.tick)

@@ -12,8 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_core.checkpoint import Checkpoint, Sealed, Spool, Target, committed, read_part, store
+from shared_core.checkpoint import store
 from shared_core.checkpoint.image import write_file
+from shared_core.checkpoint.spool import Sealed, Spool, Target
+from shared_core.checkpoint.store import Checkpoint, committed, read_part
 from shared_core.checkpoint.writer import main
 from shared_core.errors import CorruptFile
 from shared_core.faults import Fault, inject

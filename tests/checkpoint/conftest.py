@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint import Spool
+from shared_core.checkpoint.spool import Spool
 
 
 @pytest.fixture

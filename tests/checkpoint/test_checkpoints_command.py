@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from checkpoint_tools import run_writer, snapshot
 
-from shared_core.checkpoint import Spool
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.lineage import folder_of, mark_ended
+from shared_core.checkpoint.spool import Spool
 from shared_core.cli.swiftctl import main
 
 RUN = "20260101T000000-00000a"

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from shared_core.checkpoint import Spool, Target
 from shared_core.checkpoint.image import Changed, Image, Stager, load
 from shared_core.checkpoint.snapshots import Snapshots
+from shared_core.checkpoint.spool import Spool, Target
 from shared_core.errors import CorruptFile, Unsupported
 from shared_core.faults import ANY_STEP, Fault, inject
 

@@ -10,33 +10,31 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint.hazard import Hazard
-from shared_core.checkpoint.history import SILENT_S, Run, append, read
-from shared_core.checkpoint.run_ends import RunEnding, from_history
+from shared_core.checkpoint.history import SILENT_S, Hazard, Run, RunEnding, append, from_history, read
 from shared_core.errors import ConfigError
 
 
 def test_a_run_is_its_last_line(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    assert read(path).runs == (), "no file"
+    assert read(path) == [], "no file"
     append(path, Run("a", time=100.0))
     append(path, Run("b", group="other", time=100.0))
     append(path, Run("a", useful_s=50.0, worker_s=200.0, rolled_back={"storage": 1}, time=150.0))
     append(path, Run("c", "stopped", 30.0, 60.0, time=160.0))
-    found = {run.name: run for run in read(path, now=200.0).runs}
+    found = {run.name: run for run in read(path, now=200.0)}
     assert [run.end for run in found.values()] == ["running", "running", "stopped"]
     assert (found["a"].useful_s, found["a"].worker_s, found["a"].rolled_back) == (50.0, 200.0, {"storage": 1})
-    assert [run.name for run in read(path, group="other", now=200.0).runs] == ["b"]
+    assert [run.name for run in read(path, group="other", now=200.0)] == ["b"]
 
 
 def test_silence_is_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     for name, end, at in (("old", "running", 0.0), ("young", "running", SILENT_S), ("done", "completed", 0.0)):
         append(path, Run(name, end, 10.0, time=at + 1.0))
-    ends = {run.name: run.end for run in read(path, now=SILENT_S + 2.0).runs}
+    ends = {run.name: run.end for run in read(path, now=SILENT_S + 2.0)}
     assert ends == {"old": "killed", "young": "running", "done": "completed"}
     append(path, Run("old", useful_s=20.0, time=SILENT_S + 2.0))  # it was restarted
-    assert {run.name: run.end for run in read(path, now=SILENT_S + 2.0).runs}["old"] == "running"
+    assert {run.name: run.end for run in read(path, now=SILENT_S + 2.0)}["old"] == "running"
 
 
 def test_damage_costs_only_the_damaged_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +49,7 @@ def test_damage_costs_only_the_damaged_lines(tmp_path: Path, capsys: pytest.Capt
     for damaged in nonsense:
         path.write_bytes(b"\n".join([whole[0], damaged, *whole[2:]]) + b"\n")
         found = read(path, now=2.0)
-        assert [run.name for run in found.runs] == ["run0", "run2", "run3"], damaged
-        assert found.skipped == 1
+        assert [run.name for run in found] == ["run0", "run2", "run3"], damaged
         assert "1 of 4 lines cannot be read and are passed over" in capsys.readouterr().err
 
 
@@ -63,7 +60,7 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
         file.write(b'{"name": "b", "en')  # the machine went down
     append(path, Run("c", time=1.0))
     found = read(path, now=2.0)
-    assert [run.name for run in found.runs] == ["a", "c"] and found.skipped == 1
+    assert [run.name for run in found] == ["a", "c"]
 
 
 def _append_many(path: Path, name: str) -> None:
@@ -81,7 +78,7 @@ def test_several_jobs_write_at_once(tmp_path: Path) -> None:
         job.join(60)
         assert job.exitcode == 0
     found = read(path, now=2.0)
-    assert found.skipped == 0 and all(run.useful_s == 199 for run in found.runs) and len(found.runs) == 3
+    assert all(run.useful_s == 199 for run in found) and len(found) == 3
     lines = [json.loads(line) for line in path.read_text().splitlines() if line]
     assert [sum(line["name"] == f"job{number}" for line in lines) for number in range(3)] == [200] * 3
     assert [line["useful_s"] for line in lines if line["name"] == "job1"] == list(range(200)), "in order, none mixed"

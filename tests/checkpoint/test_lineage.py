@@ -14,9 +14,10 @@ import pytest
 from checkpoint_tools import finish, run_writer, snapshot, writing
 from harness import until
 
-from shared_core.checkpoint import Spool, lineage, store
+from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.lineage import candidates, contents, continues, folder_of, next_start, to_adopt
+from shared_core.checkpoint.lineage import Contents, candidates, contents, folder_of, next_start, to_adopt
+from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.verdict import sentence, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +136,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_which_runs_the_next_start_may_continue_with(name: str) -> None:
     runs, ended, wanted = RUNS[name]
-    assert [run for run in runs if continues(run, ended)] == wanted
+    assert [run for run in runs if Contents(ended={"x": frozenset(ended)}).continues(run, "x")] == wanted
 
 
 def test_the_newest_run_comes_first_however_far_an_earlier_one_had_got(where: Path) -> None:
@@ -206,8 +207,8 @@ def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spoo
 def test_a_manifest_says_when_it_was_committed(where: Path) -> None:
     save(where, A, EARLY, 10)
     (found,) = contents(where).saved
-    assert found.time == found.checkpoint.time > 0
-    assert store.step_of(found.checkpoint.folder) == 10 and store.step_of("other") is None
+    assert found.time > 0
+    assert store.step_of(found.folder) == 10 and store.step_of("other") is None
 
 
 # -- clocks, and what cannot be used ----------------------------------------------------------------------------------

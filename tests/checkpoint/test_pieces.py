@@ -11,8 +11,8 @@ import torch
 from torch.optim import SGD, Optimizer, lr_scheduler
 
 from shared_core.checkpoint import history
+from shared_core.checkpoint.curve import STEADY, Pieces
 from shared_core.checkpoint.history import Run
-from shared_core.checkpoint.pieces import STEADY, Pieces
 from shared_core.config import SwiftConfig
 from shared_core.worker.checkpoints.pricing import Pricing
 

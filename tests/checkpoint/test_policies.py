@@ -12,7 +12,7 @@ from scipy.special import lambertw
 
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
-from shared_core.checkpoint.hazard import Hazard
+from shared_core.checkpoint.history import Hazard, RunEnding
 from shared_core.checkpoint.policy import (
     POLICIES,
     CheckFreq,
@@ -27,13 +27,15 @@ from shared_core.checkpoint.policy import (
     Situation,
     Value,
     Young,
+    corrected_step,
+    daly,
+    exact,
     grown,
+    literal_step,
     make_policy,
     price_of_delay,
+    young,
 )
-from shared_core.checkpoint.policy.intervals import daly, exact, young
-from shared_core.checkpoint.policy.progress import corrected_step, literal_step
-from shared_core.checkpoint.run_ends import RunEnding
 from shared_core.errors import ConfigError
 
 FREE = Guards(max_overhead=1e9)

@@ -17,8 +17,9 @@ import pytest
 from checkpoint_tools import finish, snapshot, steps_of, writing
 from harness import until
 
-from shared_core.checkpoint import Spool, run_lock, store
+from shared_core.checkpoint import run_lock, store
 from shared_core.checkpoint.run_lock import FILE, RunLock
+from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import open_storage
 from shared_core.errors import RunInUse
 

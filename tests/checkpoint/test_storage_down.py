@@ -10,8 +10,9 @@ from checkpoint_tools import check, finish, newest, snapshot, writing
 from ftp_server import FtpServer
 from harness import until
 
-from shared_core.checkpoint import Spool, lineage
+from shared_core.checkpoint import lineage
 from shared_core.checkpoint.command import Command
+from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import open_storage
 
 

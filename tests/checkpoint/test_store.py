@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from checkpoint_tools import newest, write_part
 
-from shared_core.checkpoint import Checkpoint, commit, committed, prune, read_part, store
-from shared_core.checkpoint.store import survey
+from shared_core.checkpoint import store
+from shared_core.checkpoint.store import Checkpoint, commit, committed, prune, read_part, survey
 from shared_core.errors import CorruptFile
 
 WORLD = 2

@@ -25,9 +25,9 @@ from checkpoint_tools import (
 )
 from harness import until
 
-from shared_core.checkpoint import Spool, Target, store
+from shared_core.checkpoint import store
 from shared_core.checkpoint.snapshots import MOST, Snapshots
-from shared_core.checkpoint.spool import available_memory
+from shared_core.checkpoint.spool import Spool, Target, available_memory
 from shared_core.checkpoint.storage import LocalStorage, UrlStorage, open_storage
 from shared_core.errors import ConfigError, MissingExtra
 from shared_core.faults import Fault

@@ -27,9 +27,8 @@ from checkpoint_tools import (
 )
 from harness import until
 
-from shared_core.checkpoint import Spool
 from shared_core.checkpoint import writer as writer_module
-from shared_core.checkpoint.spool import BELL
+from shared_core.checkpoint.spool import BELL, Spool
 from shared_core.checkpoint.store import survey
 from shared_core.errors import CorruptFile
 from shared_core.events import EventLog, read_events

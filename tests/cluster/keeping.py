@@ -7,7 +7,7 @@ import socket
 import struct
 from pathlib import Path
 
-from shared_core.checkpoint import Sealed, Spool
+from shared_core.checkpoint.spool import Sealed, Spool
 from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system import secret

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint import Sealed, Spool
 from shared_core.checkpoint.image import write_file
+from shared_core.checkpoint.spool import Sealed, Spool
 from shared_core.checkpoint.writer import CheckpointWriter
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.events import EventLog
@@ -25,7 +25,7 @@ from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import NeighbourCopies, Sender
 from shared_core.system import secret
 from shared_core.system.wire import Link, accept, connect
-from shared_core.worker.checkpoints.in_memory import find
+from shared_core.worker.checkpoints.in_memory import find_in_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3 << 20
@@ -78,7 +78,7 @@ def pair(tmp_path: Path) -> Iterator[list[OneMachine]]:
 
 
 def steps(machine: OneMachine, rank: int) -> list[int]:
-    return [step for step, _, _ in find([machine.name], rank, 4, KEY)]
+    return [step for step, _, _ in find_in_memory([machine.name], rank, 4, KEY)]
 
 
 def let_go(machine: OneMachine) -> None:
@@ -91,12 +91,12 @@ def test_each_has_the_other_s_newest(pair: list[OneMachine]) -> None:
         each.snapshot(10)
     until(lambda: all(each.copies.kept == (0, 10) for each in pair))
     pair[0].close()
-    [(step, meta, read)] = find([None, pair[1].name], 0, 4, KEY)
+    [(step, meta, read)] = find_in_memory([None, pair[1].name], 0, 4, KEY)
     assert step == 10 and meta["session"] == "s0"
     assert read("rank0") == payload(10, 0) and read("rank1") == payload(10, 1) and read("rank3") == payload(10, 3)
     with pytest.raises(CorruptFile, match="no machine has it"):
         read("replicated0.safetensors")
-    assert not find([pair[1].name], 0, 2, KEY), "of another number of workers"
+    assert not find_in_memory([pair[1].name], 0, 2, KEY), "of another number of workers"
 
 
 def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine]) -> None:
@@ -220,7 +220,7 @@ def test_a_damaged_copy_is_refused(pair: list[OneMachine]) -> None:
     with open(Spool(pair[1].spool.folder / "kept").folder_of(10) / "rank0", "r+b") as file:
         file.seek(1000)
         file.write(b"damage")
-    [(_, _, read)] = find([pair[1].name], 0, 4, KEY)
+    [(_, _, read)] = find_in_memory([pair[1].name], 0, 4, KEY)
     with pytest.raises(CorruptFile, match="its checksum is wrong"):
         read("rank0")
     assert read("rank1") == payload(10, 1)
@@ -271,7 +271,7 @@ def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Pat
         assert link.answer() == b"g"
         link.send(b".")
         assert link.answer() == b"."
-    assert find([pair[0].name], 0, 4, KEY) == []
+    assert find_in_memory([pair[0].name], 0, 4, KEY) == []
 
 
 def test_machines_that_do_not_answer_are_passed_over(pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +282,8 @@ def test_machines_that_do_not_answer_are_passed_over(pair: list[OneMachine], mon
         places = [each.getsockname()[1] for each in (frozen, gone)]
         gone.close()
         machines = [*(f"127.0.0.1:{port}#x" for port in places), None, pair[0].name]
-        assert [step for step, _, _ in find(machines, 1, 4, KEY)] == [10]
-        assert find(machines[:3], 1, 4, KEY) == []
+        assert [step for step, _, _ in find_in_memory(machines, 1, 4, KEY)] == [10]
+        assert find_in_memory(machines[:3], 1, 4, KEY) == []
 
 
 def test_nothing_is_left_at_the_end(pair: list[OneMachine]) -> None:

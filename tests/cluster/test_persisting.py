@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 from util import ROOT, Job, run, start, tagged
 
-from shared_core.checkpoint import committed, read_part
-from shared_core.checkpoint.store import verify
+from shared_core.checkpoint.store import committed, read_part, verify
 
 #: Every rank leaves a snapshot in memory, as jobs do, and can wait for its commit.
 PRELUDE = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT / "tests" / "checkpoint")!r})
 from checkpoint_tools import snapshot
-from shared_core.checkpoint import Spool
+from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.spool import FOLDER
 from shared_core.protocol import worker_env
 me = worker_env.env()

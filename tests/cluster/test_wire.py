@@ -15,7 +15,7 @@ from shared_core.errors import CorruptFile
 from shared_core.launcher.mirror import fetch
 from shared_core.system import wire
 from shared_core.system.wire import Altered, Link
-from shared_core.worker.checkpoints.in_memory import find
+from shared_core.worker.checkpoints.in_memory import find_in_memory
 from shared_core.worker.state.publications import Mirror
 
 MAC = 32
@@ -203,9 +203,9 @@ def test_answers_that_are_changed_on_their_way_are_not_used(
         assert not (tmp_path / "job2" / "rank1").exists()
         assert "somebody on the way" in capsys.readouterr().err
         if number == 0:
-            assert find([between.name], 0, 2, KEY) == []
+            assert find_in_memory([between.name], 0, 2, KEY) == []
         else:
-            [(step, _, get)] = find([between.name], 0, 2, KEY)
+            [(step, _, get)] = find_in_memory([between.name], 0, 2, KEY)
             assert step == 40
             with pytest.raises(CorruptFile, match="changed, repeated, left out or moved"):
                 get("model")

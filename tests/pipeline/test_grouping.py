@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lab.plan_logging import profile_of
 from benchmarks.logging_tradeoff import swift_cost
 from benchmarks.swift_published import VIT, VIT_COMPUTE_S, greedy
 from shared_core.errors import ConfigError
@@ -218,7 +219,7 @@ GOOD: dict[str, Any] = {
 
 
 def test_a_profile_from_plain_data() -> None:
-    profile = ChainProfile.from_dict(GOOD)
+    profile = profile_of(GOOD)
     assert profile == ChainProfile((ChainMachine(1.0), ChainMachine(2, 0.5, 2)), (800_000_000,), 100)
     assert isinstance(profile.boundary_bytes[0], int)
 
@@ -248,16 +249,16 @@ def test_a_profile_from_plain_data() -> None:
 )
 def test_bad_profiles_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ChainProfile.from_dict(GOOD | change)
+        profile_of(GOOD | change)
     assert message in str(caught.value)
 
 
 def test_other_bad_input_is_refused() -> None:
     for name in GOOD:
         with pytest.raises(ConfigError, match=f"needs '{name}'"):
-            ChainProfile.from_dict({key: value for key, value in GOOD.items() if key != name})
+            profile_of({key: value for key, value in GOOD.items() if key != name})
     with pytest.raises(ConfigError, match="a profile must be a mapping"):
-        ChainProfile.from_dict([1])
+        profile_of([1])
     with pytest.raises(ConfigError, match="storage_bytes must be a finite number of at least 0, got -1"):
         Budget(-1)
     for groups in ([[0], [2]], [[1], [0]], [[0, 1], [1, 2]], [[0, 1], [], [2]], []):

@@ -10,7 +10,7 @@ from harness import Jobs
 from shared_core.config import variable_of
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.pipeline.cost import ReplayCost, shares
-from shared_core.pipeline.replay_helpers import lines
+from shared_core.pipeline.shared_replay import lines
 from shared_core.worker.recovery.exchange import Replaying
 from tests.support.runner import JobResult, compare, unconfirmed
 

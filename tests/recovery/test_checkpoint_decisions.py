@@ -25,7 +25,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.checkpoints import named
-from shared_core.worker.checkpoints.due import Decisions, EntriesDue, FileEntries, StoreEntries
+from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
 from shared_core.worker.state.replicated import Replicated
 
 
@@ -38,7 +38,7 @@ def entries(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return lambda: StoreEntries(lambda: store)
 
 
-def begun(entries: EntriesDue) -> Decisions:
+def begun(entries: FileEntries | StoreEntries) -> Decisions:
     decisions = Decisions(entries)
     decisions.joined(0)
     return decisions
@@ -120,7 +120,7 @@ def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, wor
     spool.seal(Sealed(step, rank, world_size, (0, 1), tuple(files), {"session": f"s{attempt}", "run": "r"}))
 
 
-def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Loaded | None | BaseException]:
+def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Restored | None | BaseException]:
     """What each rank continues from."""
     store, found = MemoryStore(), [None] * world_size  # type: list[Any], list[Any]
 
@@ -140,7 +140,7 @@ def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Loaded | None
 
 
 def steps(found: list[Any]) -> list[int | None]:
-    return [each.boundary.index if isinstance(each, recovery_line.Loaded) else each for each in found]
+    return [each.boundary.index if isinstance(each, recovery_line.Restored) else each for each in found]
 
 
 def test_the_newest_that_all_ranks_have(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_the_newest_that_all_ranks_have(tmp_path: Path) -> None:
     found = agree(tmp_path)
     assert steps(found) == [8, 8]
     for rank, each in enumerate(found):
-        assert isinstance(each, recovery_line.Loaded)
-        assert each.tensors[0].item() == 8.0 and each.local["parts"] == {"rank": rank}
+        assert isinstance(each, recovery_line.Restored)
+        assert each.tensors[0].item() == 8.0 and each.parts == {"rank": rank}
 
 
 def test_parts_of_two_attempts_are_never_mixed(tmp_path: Path) -> None:

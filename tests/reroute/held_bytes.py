@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from shared_core.reroute.autograd_graph import is_parameter, raw_tensors, variable
-from shared_core.reroute.split import StageBackward, _Held
+from shared_core.reroute.split import StageBackward, _Held, is_parameter, raw_tensors, variable
 
 
 def layers_waiting(part: StageBackward) -> int:

@@ -24,6 +24,13 @@ def flat(value: Any) -> list[Tensor]:
     return [t for one in value for t in flat(one)] if isinstance(value, tuple | list) else []
 
 
+def forward(fn: Callable[..., Any], *inputs: Any) -> tuple[Any, StageBackward]:
+    """Run ``fn`` on ``inputs``, detached; returns its result, and its backward."""
+    given = [leaves(one) for one in inputs]
+    outputs = fn(*given)
+    return outputs, StageBackward(flat(outputs), [one for each in given for one in flat(each)])
+
+
 def leaves(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
@@ -68,7 +75,7 @@ PLANS = {
 
 def split(stage: nn.Module, batches: Sequence[Batch], plan: Sequence[str]) -> tuple[dict[str, list[Any]], list[Any]]:
     torch.manual_seed(7)
-    done = [StageBackward.forward(stage, *batch) for batch in batches]
+    done = [forward(stage, *batch) for batch in batches]
     parts = [part for _, part in done]
     outputs = [[y.detach() for y in flat(output)] for output, _ in done]
     del done

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared_core.reroute.former import FormerParameters
-from shared_core.reroute.step import Step
+from shared_core.reroute.step import FormerParameters, Step
 
 
 @dataclass

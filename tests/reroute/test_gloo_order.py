@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from shared_core.reroute.gloo_order import add
+from shared_core.reroute.summing import add_as_gloo
 
 #: Sizes around one segment of a megabyte for each rank, and several.
 LONG = 1 << 18
@@ -40,6 +40,6 @@ def test_it_is_a_ring() -> None:
             held = [torch.randn(size, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(ranks)]
             cut = size // 3  # a worker may sum any part
             head, tail = [each[:cut] for each in held], [each[cut:] for each in held]
-            ours = torch.cat([add(head, 0, size), add(tail, cut, size)])
+            ours = torch.cat([add_as_gloo(head, 0, size), add_as_gloo(tail, cut, size)])
             for theirs in by_gloo(held, HashStore()):
                 assert torch.equal(ours, theirs), (size, dtype)

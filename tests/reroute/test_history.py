@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.history import PlanHistory, StepProgress, text_of
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.step_progress import StepProgress, text_of
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Topology
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab.draw import draw_file, draw_text
-from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import PlanStore, Settings
-from shared_core.reroute.times import second_updates
+from shared_core.reroute.times import COMMUNICATION, Profile, second_updates
 from shared_core.schedule.normalise import Move, normalise, stage_cost
-from shared_core.schedule.planner import plan
+from shared_core.schedule.planner import canonical, patterns, plan, rename
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.profile import COMMUNICATION, Profile
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, one_f_one_b
-from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 TOPOLOGY = Topology(3, 4, 6)
@@ -138,10 +136,9 @@ def test_plans_are_stored(tmp_path: Path) -> None:
     assert store.look_up(places((1, 2))) is None
     filling = store.fill_in_background(1)
     try:
-        filling.wait(60)
+        assert filling.wait(60) == 0
     finally:
-        filling.stop()
-    assert not filling.running
+        filling.kill()
     fresh = PlanStore(tmp_path, settings)
     for worker in TOPOLOGY.workers():
         found = fresh.look_up([worker])
@@ -177,23 +174,12 @@ def test_nobody_wants_the_plans(tmp_path: Path) -> None:
     assert store.fill(2, wanted=lambda: len(list(store.folder.glob("failed-*"))) < 2) == 2
 
 
-def test_planning_that_takes_too_long_is_said(tmp_path: Path) -> None:
-    filling = PlanStore(tmp_path, Settings(Topology(4, 8, 64))).fill_in_background(3)
-    with pytest.raises(WaitTimeout, match="plans were not ready after 0 s"):
-        filling.wait(0)
-    filling.stop()
-
-
 def test_measured_times() -> None:
     profile = Profile()
     for seconds in (1.0, 1.1, 50.0, 0.9, 1.0):
         profile.add(Kind.F, seconds)
     profile.add(COMMUNICATION, 0.3)
     assert profile.medians() == {"F": 1.0, "communication": 0.3}
-    with pytest.raises(ConfigError, match="'X' is not profiled"):
-        profile.add("X", 1.0)
-    with pytest.raises(ConfigError, match="a duration of F must be a finite number"):
-        profile.add(Kind.F, float("nan"))
 
 
 def test_drawn_as_text() -> None:

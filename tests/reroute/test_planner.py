@@ -12,12 +12,11 @@ from timelines import check_times
 
 from benchmarks.lab.check import check
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.reroute.room import room_of
+from shared_core.reroute.times import room_of
 from shared_core.schedule.greedy import greedy
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.planner import IterationPlan, parse_worker, plan
-from shared_core.schedule.problem import Memory, Problem, Variant
-from shared_core.schedule.routing import deal
+from shared_core.schedule.problem import Memory, Problem, Variant, deal
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, one_f_one_b
 from shared_core.schedule.timing import StageTimes, Times, simulate
 

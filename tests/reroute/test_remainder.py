@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.lab.check import check
 from shared_core.errors import ConfigError
-from shared_core.schedule.planner import plan
+from shared_core.schedule.planner import Remainder, plan, replan
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.remainder import Remainder, replan
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
 from shared_core.schedule.timing import Timeline, Times, simulate
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.lab.check import check
-from shared_core.reroute.history import PlanHistory
+from shared_core.reroute.history import PlanHistory, StepProgress, text_of
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.room import MemoryUse, bytes_held, room_of
-from shared_core.reroute.step_progress import StepProgress, text_of
+from shared_core.reroute.times import MemoryUse, bytes_held, room_of
 from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
 

@@ -14,6 +14,7 @@ from splitting import (
     Scale,
     block,
     check,
+    forward,
     leaves,
     randn,
     residual,
@@ -40,7 +41,7 @@ def test_last_stage_with_a_loss() -> None:
     )
     batches = [(x, torch.arange(4) % 7) for (x,) in randn(4, 16)]
     check(head, batches, waiting=1)
-    (_, part), reference = StageBackward.forward(head, *batches[0]), copy.deepcopy(head)
+    (_, part), reference = forward(head, *batches[0]), copy.deepcopy(head)
     part.backward_input()
     part.backward_weight()
     reference(*leaves(batches[0])).backward()
@@ -184,7 +185,7 @@ def test_post_accumulate_hooks_fire_in_w() -> None:
     stage, seen = block(), list[str]()
     for name, parameter in stage.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    output, part = StageBackward.forward(stage, randn(4, 16)[0][0])
+    output, part = forward(stage, randn(4, 16)[0][0])
     part.backward_input([torch.ones_like(output)])
     assert not seen and all(p.grad is None for p in stage.parameters())
     part.backward_weight()
@@ -261,7 +262,7 @@ def test_several_inputs_and_outputs() -> None:
 def test_output_without_gradient_is_passed_over() -> None:
     layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
     x = randn(4, 16)[0][0]
-    (one, _), part = StageBackward.forward(lambda x: (layers[0](x), layers[1](x)), x)
+    (one, _), part = forward(lambda x: (layers[0](x), layers[1](x)), x)
     (grad,) = part.backward_input([torch.ones_like(one), None])
     part.backward_weight()
     own = leaves(x)
@@ -295,7 +296,7 @@ def test_modified_saved_tensor_is_noticed() -> None:
     stage = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16))
     kept: list[Tensor] = []
     stage[1].register_forward_hook(lambda _, __, y: kept.append(y))
-    output, part = StageBackward.forward(stage, randn(4, 16)[0][0])
+    output, part = forward(stage, randn(4, 16)[0][0])
     with torch.no_grad():
         kept[0].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -312,7 +313,7 @@ def test_offloaded_tensors() -> None:
 
 
 def test_order_of_the_parts() -> None:
-    output, part = StageBackward.forward(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True))
+    output, part = forward(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True))
     with pytest.raises(BackwardOrder, match="need the input gradients first"):
         part.backward_weight()
     part.backward_input([torch.ones_like(output)])
@@ -322,6 +323,6 @@ def test_order_of_the_parts() -> None:
     with pytest.raises(BackwardOrder):
         part.backward_weight()
     with pytest.raises(ValueError, match="must be leaves"):
-        StageBackward(output, [torch.randn(2, requires_grad=True) * 2])
+        StageBackward([output], [torch.randn(2, requires_grad=True) * 2])
     with pytest.raises(ValueError, match="1 outputs need as many gradients, 2"):
-        StageBackward(output, []).backward([output, output])
+        StageBackward([output], []).backward([output, output])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from held_bytes import bytes_held
-from splitting import flat, leaves, randn
+from splitting import flat, forward, leaves, randn
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -47,7 +47,7 @@ def torch_split(stage: nn.Module, x: Tensor) -> Any:
 
 
 def own_split(stage: nn.Module, x: Tensor) -> StageBackward:
-    y, part = StageBackward.forward(stage, x)
+    y, part = forward(stage, x)
     part.backward_input([torch.ones_like(y)])
     return part
 
@@ -76,7 +76,7 @@ def test_memory_between_the_parts() -> None:
 def test_cast_weights_are_freed() -> None:
     """Under autocast the graph holds a copy of each weight for I; W does without."""
     stage = nn.Linear(64, 64, bias=False)
-    y, part = StageBackward.forward(torch.autocast("cpu", dtype=torch.bfloat16)(stage), randn(4, 64)[0][0])
+    y, part = forward(torch.autocast("cpu", dtype=torch.bfloat16)(stage), randn(4, 64)[0][0])
     part.backward_input([torch.ones_like(y)])
     assert bytes_held(part) < 64 * 64 * 2
     part.backward_weight()

@@ -98,7 +98,7 @@ def state_of(folder: Path, step: int, shards: int) -> str:
     found = next(each for each in saved(folder) if each.step == step)
     parts: list[Any] = []
     for rank in range(shards):
-        local = loads((found.checkpoint.path / f"rank{rank}").read_bytes())
+        local = loads((found.path / f"rank{rank}").read_bytes())
         parts.append(local["parts"]["swift.shard"])
     whole = [torch.cat(pieces) for pieces in zip(*(each["parameters"] for each in parts), strict=True)]
     for states in zip(*(each["states"] for each in parts), strict=True):

@@ -20,9 +20,8 @@ from best_placement import (
 )
 
 from shared_core.checkpoint.cost import Cost
-from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, grown
-from shared_core.checkpoint.policy.intervals import exact
-from shared_core.checkpoint.run_ends import RunEnding
+from shared_core.checkpoint.history import RunEnding
+from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, exact, grown
 
 Array = npt.NDArray[np.float64]
 LENGTH = 240.0

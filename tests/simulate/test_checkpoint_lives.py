@@ -15,9 +15,8 @@ from benchmarks.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, si
 from benchmarks.simulate.placing import Knowledge, Recorded, SimulatedJob, places
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
-from shared_core.checkpoint.history import Run, append
+from shared_core.checkpoint.history import Run, RunEnding, append
 from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
-from shared_core.checkpoint.run_ends import RunEnding
 from shared_core.cli.swiftctl import main
 
 CURVE = Curve(0.0, 600.0**0.7, 0.7, 599.0)

@@ -37,11 +37,9 @@ from shared_core.waiting import Wait
 from shared_core.worker import link
 from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
-from shared_core.worker.checkpoints.origins import Origins
+from shared_core.worker.checkpoints.origins import Origins, RunIdentity
 from shared_core.worker.checkpoints.pricing import Pricing
-from shared_core.worker.checkpoints.recovery_line import Line
-from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
-from shared_core.worker.checkpoints.run_identity import RunIdentity
+from shared_core.worker.checkpoints.recovery_line import Line, Restored, ends_before
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.state.publications import SharedMemoryPublisher, plain
 from shared_core.worker.state.replicated import VALUE, Replicated
@@ -314,12 +312,13 @@ class Checkpoints:
             self.start_from_scratch()
             return None
         line = loaded.line
+        assert line is not None
         self._identity.take_up(line, self._origins.told)
         if line.adopts:
             self._beginning = self._origins.adopted(line)
         if self.pricing is not None:
             self.pricing.went_back = True
-        return restored(loaded)
+        return loaded
 
     def start_from_scratch(self) -> None:
         """Find out what checkpoints this attempt leaves behind, to say so when training begins."""
@@ -411,7 +410,7 @@ class OwnLines:
         """The checkpoint at a step boundary; raises CorruptFile if it cannot be read, or is gone."""
         for line in self._all():
             if line.step == index:
-                return restored(recovery_line.load(line, self._env.rank))
+                return recovery_line.load(line, self._env.rank)
         where = self._env.config.checkpoint.dir
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at step boundary {index} is gone from {where}")
 

@@ -13,7 +13,6 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
@@ -27,33 +26,27 @@ _ENTRY = struct.Struct("<q")
 _NEVER = -1
 
 
-class EntriesDue(Protocol):
-    """A list of numbers that grows, the same for all ranks."""
-
-    def append(self, number: int) -> None:
-        """Add a number; any rank that looks after this has returned sees it."""
-
-    def after(self, count: int) -> list[int]:
-        """The numbers after the first ``count``."""
-
-
 class FileEntries:
-    """On one machine: a file in the job's folder. A look costs a microsecond."""
+    """A list of numbers that grows, the same for all ranks. On one machine: a file in the job's folder. A look costs a
+    microsecond.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
 
     def append(self, number: int) -> None:
+        """Add a number; any rank that looks after this has returned sees it."""
         os.write(self._fd, _ENTRY.pack(number))
 
     def after(self, count: int) -> list[int]:
+        """The numbers after the first ``count``."""
         data = os.pread(self._fd, 1 << 16, count * _ENTRY.size)
         return [number for (number,) in _ENTRY.iter_unpack(data[: len(data) // _ENTRY.size * _ENTRY.size])]
 
 
 class StoreEntries:
-    """On several machines: keys of the agents' store. A look costs a round trip. ``store`` makes a client."""
+    """The same on several machines: keys of the agents' store. A look costs a round trip. ``store`` makes a client."""
 
     def __init__(self, store: Callable[[], Store]) -> None:
         self._store = store
@@ -82,7 +75,7 @@ class StoreEntries:
 class Decisions:
     """The list, seen from one rank. ``pending``: updates at which the newest known entry is due; -1 for none."""
 
-    def __init__(self, entries: EntriesDue) -> None:
+    def __init__(self, entries: FileEntries | StoreEntries) -> None:
         self._entries = entries
         self._known: list[tuple[int, bool]] = []
         self._version = -1

@@ -39,7 +39,7 @@ class _Source:
             return receive_bytes(link, size)
 
 
-def find(
+def find_in_memory(
     machines: Iterable[str | None], rank: int, world_size: int, secret: bytes
 ) -> list[tuple[int, Mapping[str, Any], Callable[[str], bytes]]]:
     """Snapshots in any machine's memory with a rank's part, oldest first: step, meta, and a reader of its files.

@@ -1,20 +1,95 @@
-"""What an attempt may begin with: the checkpoints of its command, or one that it was told to adopt."""
+"""Which run the checkpoints of an attempt belong to, and what the attempt may begin with."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 from shared_core.checkpoint import lineage
 from shared_core.checkpoint.run_lock import WAIT_S, RunLock
 from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import absolute, open_storage
-from shared_core.errors import RunInUse, SwiftError, Unsupported
+from shared_core.errors import DamagedRecord, RunInUse, SwiftError, Unsupported
 from shared_core.events import console
+from shared_core.protocol.codec import Name, decode, text
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints import recovery_line, resharding
-from shared_core.worker.checkpoints.recovery_line import Line, Loaded
+from shared_core.worker.checkpoints.recovery_line import Line, Restored
+from shared_core.worker.comm.state import FatalActions
+
+#: Key in the store: the run of this attempt and what it adopted, for replacements, which do not read its checkpoint.
+_RUN = "run"
+
+
+class RunIdentity:
+    """Names of this attempt and its run, equal on all ranks. A damaged record in the store ends the worker."""
+
+    def __init__(self, env: WorkerEnv, store: Callable[[], Store], fatal_actions: FatalActions) -> None:
+        self._env, self._store, self._fatal_actions = env, store, fatal_actions
+        self._session = self._run = self._adopted = ""
+
+    @property
+    def session(self) -> str:
+        """A name that only this attempt has. The first use writes to the store: the first rank's proposal wins."""
+        if not self._session:
+            where = self._env.config.checkpoint.dir
+            mine = lineage.next_run(where, self._env.command) if where is not None else lineage.new_run()
+            try:
+                self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
+            except DamagedRecord as error:
+                self._fatal_actions.give_up(error)
+        return self._session
+
+    @property
+    def run(self) -> str:
+        """A name that a run keeps over all restarts."""
+        return self._run or self.session
+
+    @property
+    def continues(self) -> bool:
+        return bool(self._run)
+
+    @property
+    def folder(self) -> str:
+        where = self._env.config.checkpoint.dir
+        assert where is not None
+        return lineage.folder_of(where, self._env.command, self.run)
+
+    def take_up(self, line: Line, told: str) -> None:
+        """This attempt begins with a checkpoint; say so to replacements. ``told``: see :attr:`Origins.told`."""
+        self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
+        if line.adopts:
+            self._run, self._adopted = self.session, told
+        self._store().set(_RUN, json.dumps([self._run, self._adopted]))
+
+    def hear(self) -> None:
+        """In a replacement: read what :meth:`take_up` has written, if this attempt began with a checkpoint."""
+        if self._run or not self._store().check([_RUN]):
+            return
+        try:
+            self._run, self._adopted = decode(self._store().get(_RUN), tuple[Name, str], _RUN)
+        except DamagedRecord as error:
+            self._fatal_actions.give_up(error)
+
+    def meta(self, boundary: StepBoundary) -> dict[str, Any]:
+        env = self._env
+        return lineage.meta_of(
+            boundary.index,
+            boundary.version,
+            session=self.session,
+            run=self.run,
+            command=env.command,
+            world_size=env.world_size,
+            continues=env.config.continues,
+            adopted=self._adopted,
+            attempt=env.restart,
+            job=env.job,
+        )
+
 
 #: What adopts a checkpoint where there is no command line of ours.
 BY_OPTION = "the option checkpoint.resume_from"
@@ -34,7 +109,7 @@ class Origins:
         """Where the checkpoint lies that the job was told to begin with; empty for none."""
         return absolute(self._env.config.checkpoint.resume_from) if self._env.config.checkpoint.resume_from else ""
 
-    def choose(self, limit_s: float | None) -> Loaded | None:
+    def choose(self, limit_s: float | None) -> Restored | None:
         """The checkpoint that this attempt begins with, read by all ranks; None for none. All ranks call this.
         ``limit_s``: longest wait for other ranks, in seconds; None for ``wait_timeout_s``.
 
@@ -55,12 +130,12 @@ class Origins:
         loaded = recovery_line.agree(
             self._env, self._store(), found, lambda line: resharding.load(line, self._env), limit_s
         )
-        if loaded is not None and not loaded.line.adopts:
-            self._hold(loaded.line.run)
+        line = loaded.line if loaded is not None else None
+        if line is not None and not line.adopts:
+            self._hold(line.run)
         passed = there.unusable(self._env.command.key)
         if not self._env.rank and not self._env.incarnation:
-            taken = loaded.line.saved if loaded is not None else None
-            lineage.tell_passed(passed, taken)
+            lineage.tell_passed(passed, line.saved if line is not None else None)
         if loaded is None and self.told:
             raise Unsupported(f"checkpoint.resume_from: no checkpoint at {self.told} can be read on every rank")
         unusable = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)
@@ -72,9 +147,9 @@ class Origins:
 
     def adopted(self, line: Line) -> str:
         """Text for the user about an adopted checkpoint. Empty in all ranks but the first, and in replacements."""
-        if not line.adopts or self._env.rank or self._env.incarnation:
+        if line.saved is None or not line.adopts or self._env.rank or self._env.incarnation:
             return ""
-        return f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'"
+        return f"begins with step {line.step} at {line.saved.path}, of '{line.saved.command.short}'"
 
     def left_behind(self) -> str:
         """Text for the user: why this attempt starts from scratch although there are checkpoints. Empty if there are

@@ -11,12 +11,9 @@ from torch.optim import Optimizer
 
 from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import CostMeter
-from shared_core.checkpoint.curve import CurveFitter, Fit
-from shared_core.checkpoint.hazard import Hazard
-from shared_core.checkpoint.history import Run
-from shared_core.checkpoint.pieces import Pieces
+from shared_core.checkpoint.curve import CurveFitter, Fit, Pieces
+from shared_core.checkpoint.history import Hazard, Run, RunEnding, from_history
 from shared_core.checkpoint.policy import Situation, grown, make_policy
-from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.resources import what_to_do
@@ -138,13 +135,11 @@ class Pricing:
             self._fit = self._fitter.fit()
         self._tell(now)
         decision = self._policy.due(self._situation(boundary))
-        self._say_rule(decision.rule, now)
-        return decision.due
-
-    def _say_rule(self, rule: str, now: float) -> None:
+        rule = decision.rule
         if rule and rule != self._rule and now - self._rule_said >= SAY_S:
             self._rule, self._rule_said = rule, now
             console(f"checkpoints follow {rule}")
+        return decision.due
 
     def _situation(self, boundary: int) -> Situation:
         return Situation(
@@ -178,7 +173,7 @@ class Pricing:
         if path is None:
             return
         try:
-            runs = history.read(path, group=self._command or None).runs
+            runs = history.read(path, group=self._command or None)
         except OSError as error:
             console(f"the job history {path} cannot be read: {error}")
             return

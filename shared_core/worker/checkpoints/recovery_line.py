@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.waiting import wait_for
-from shared_core.worker.checkpoints.in_memory import find as find_in_memory
+from shared_core.worker.checkpoints.in_memory import find_in_memory
+from shared_core.worker.state.publications import Records, SharedMemoryPublisher, from_plain
 from shared_core.worker.state.replicated import Replicated
 
 #: Tiers in the order in which they are preferred.
@@ -69,21 +72,23 @@ class Line:
     """A checkpoint that this rank could continue from.
 
     Attributes:
-        session: the attempt that made it; two that differ in it are never mixed.
         tier: where it is.
         open: gives the bytes or the file of a part.
-        time: when it was committed, in seconds since the epoch; 0 in memory.
-        adopts: where it lies, if the job was told to begin with it, whosever it is; else empty.
+        saved: where it is in storage; else None.
+        adopts: the job was told to begin with it, whosever it is.
     """
 
     step: int
-    session: str
     tier: str
     meta: Mapping[str, Any]
     open: Callable[[str], bytes | Path]
-    time: float = 0.0
-    adopts: str = ""
-    saved: lineage.SavedCheckpoint | None = None
+    saved: store.Checkpoint | None = None
+    adopts: bool = False
+
+    @property
+    def session(self) -> str:
+        """The attempt that made it; two that differ in it are never mixed."""
+        return str(self.meta.get("session"))
 
     @property
     def run(self) -> str:
@@ -92,8 +97,8 @@ class Line:
     @property
     def preference(self) -> tuple[Any, ...]:
         """The largest is tried first: the job's own before what it adopts, its newest run before older ones."""
-        if self.adopts:
-            return 0, self.time, self.step
+        if self.adopts and self.saved is not None:
+            return 0, self.saved.time, self.step
         return 1, lineage.age_key(self.run), self.step, -TIERS.index(self.tier)
 
     @property
@@ -103,25 +108,44 @@ class Line:
 
 
 @dataclass
-class Loaded:
-    """This rank's part of a checkpoint.
+class Restored:
+    """What one rank begins with: its part of a checkpoint, or what others have sent or handed on to it.
 
     Attributes:
-        local: rank-local state, ends and records.
+        ends: results and state of finished entry calls, by number.
+        records: results of start-up operations, and of DDP's agreement on buckets.
+        description: of the replicated state; None for the one that this worker has anyway.
+        owned: nobody else uses the tensors, so they may be taken without a copy.
         resized: another number of workers made it.
-        added: no old rank became this one; ``local`` is another's.
+        added: no old rank became this one; ``parts`` are another's.
+        main: the newest publication of rank 0, where another rank takes its place.
+        line: the checkpoint; None where it is none.
         collect: where this rank trains another part of the model than any old one, gives description and tensors
             instead; those are empty then.
     """
 
     boundary: StepBoundary
-    local: dict[str, Any]
-    description: dict[str, Any]
-    tensors: list[torch.Tensor]
-    line: Line
+    parts: dict[str, Any]
+    ends: dict[int, tuple[Any, dict[str, Any]]]
+    records: Records
+    description: dict[str, Any] | None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    owned: bool = False
     resized: bool = False
     added: bool = False
+    main: dict[str, Any] = field(default_factory=dict)
+    line: Line | None = None
     collect: Collect | None = None
+
+    @property
+    def tier(self) -> str:
+        """Where the checkpoint lay; empty where it is none."""
+        return self.line.tier if self.line is not None else ""
+
+    @property
+    def workers(self) -> int:
+        """Ranks of the job that made the checkpoint."""
+        return self.line.world_size if self.line is not None else 0
 
 
 def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
@@ -133,7 +157,7 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
             mine = parts.get(rank)
             if mine is not None and mine.world_size == world_size:
                 paths = {name: of.path_of(part, name) for part in parts.values() for name in part.files}
-                found.append(Line(step, str(mine.meta.get("session")), MEMORY, mine.meta, _opener(paths)))
+                found.append(Line(step, MEMORY, mine.meta, partial(_path_of, paths)))
     return found
 
 
@@ -141,21 +165,14 @@ def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int, se
     """Snapshots in the memory of any machine that hold this rank's part; the oldest first. Ranks whose own machine has
     theirs list them too: all must continue from the same.
     """
-    found = find_in_memory(machines, rank, world_size, secret) if any(machines) else []
-    return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
+    found = find_in_memory(machines, rank, world_size, secret)
+    return [Line(step, NEIGHBOUR, meta, read) for step, meta, read in found]
 
 
-def _opener(paths: Mapping[str, Path]) -> Callable[[str], bytes | Path]:
-    def opened(name: str) -> Path:
-        if name not in paths:
-            raise CorruptFile(f"{name} is not in the memory of this machine")
-        return paths[name]
-
-    return opened
-
-
-def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
-    return lambda name: store.read_part(found, name)
+def _path_of(paths: Mapping[str, Path], name: str) -> Path:
+    if name not in paths:
+        raise CorruptFile(f"{name} is not in the memory of this machine")
+    return paths[name]
 
 
 def in_storage(found: lineage.Contents, world_size: int | None = None) -> list[Line]:
@@ -177,20 +194,41 @@ def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
             f"checkpoint.resume_from: there is no whole checkpoint at {where}{bad}; name the folder of one (step-...), "
             "or a folder that holds some: swiftctl checkpoints DIR lists them"
         )
-    return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
+    return [_of_storage(each, adopts=True) for each in found]
 
 
-def _of_storage(saved: lineage.SavedCheckpoint, adopts: str = "") -> Line:
-    found = saved.checkpoint
-    session = str(found.meta.get("session"))
-    return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts, saved)
+def _of_storage(found: store.Checkpoint, adopts: bool = False) -> Line:
+    return Line(found.step, STORAGE, found.meta, partial(store.read_part, found), found, adopts)
 
 
-def load(line: Line, rank: int) -> Loaded:
+def load(line: Line, rank: int) -> Restored:
     """Read this rank's part of a checkpoint; raises CorruptFile if it cannot be read as it was written."""
     local = load_local(line, rank)
     boundary = boundary_of(local)
-    return Loaded(boundary, local, *load_replicated(line, boundary), line)
+    return restored(line, boundary, local, load_replicated(line, boundary))
+
+
+def restored(
+    line: Line,
+    boundary: StepBoundary,
+    local: Mapping[str, Any],
+    state: tuple[dict[str, Any], list[torch.Tensor]],
+    *,
+    resized: bool = False,
+    added: bool = False,
+    collect: Collect | None = None,
+) -> Restored:
+    """From what a rank keeps for itself, and description and tensors of the replicated state."""
+    parts, ends, records = local["parts"], local["ends"], from_plain(local["records"])
+    return Restored(boundary, parts, ends, records, *state, resized=resized, added=added, line=line, collect=collect)
+
+
+def ends_before(publisher: SharedMemoryPublisher, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+    ends: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for number in range(entry):
+        with suppress(FileNotFoundError, CorruptFile):
+            ends[number] = publisher.read_end(number)
+    return ends
 
 
 def boundary_of(local: Mapping[str, Any]) -> StepBoundary:
@@ -231,9 +269,9 @@ def agree(
     env: WorkerEnv,
     client: Store,
     mine: list[Line],
-    read: Callable[[Line], Loaded] | None = None,
+    read: Callable[[Line], Restored] | None = None,
     limit_s: float | None = None,
-) -> Loaded | None:
+) -> Restored | None:
     """The newest checkpoint that all ranks have and can read; None if there is none.
 
     All ranks of the attempt call this; a replacement that comes later gets the same answer.
@@ -280,7 +318,7 @@ def agree(
         rank, why = next(iter(failed.items()))
         if rank == env.rank:
             saved = offers[key].saved
-            where = f" in {saved.checkpoint.path.parent}" if saved is not None else ""
+            where = f" in {saved.path.parent}" if saved is not None else ""
             console(f"rank {rank}: the checkpoint at step boundary {offers[key].step}{where} is passed over: {why}")
     if refusal is not None:
         raise refusal
@@ -289,7 +327,7 @@ def agree(
 
 
 def _key(line: Line) -> str:
-    return f"{line.step}/{line.tier}/{line.session}" + "/adopted" * bool(line.adopts)
+    return f"{line.step}/{line.tier}/{line.session}" + "/adopted" * line.adopts
 
 
 def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:

@@ -29,7 +29,7 @@ from shared_core.loaders.seeded import place_seed
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints import recovery_line
-from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
+from shared_core.worker.checkpoints.recovery_line import Collect, Line, Restored
 from shared_core.worker.sharded.shard import LAYOUT, OLD_RANKS, SHARD
 from shared_core.worker.state.replicated import VALUE, Replicated
 
@@ -38,7 +38,7 @@ RANDOM, GRADIENTS, BUFFERS = "swift.random", "swift.gradients", "swift.buffers"
 FIXED = "fixed"
 
 
-def load(line: Line, env: WorkerEnv) -> Loaded:
+def load(line: Line, env: WorkerEnv) -> Restored:
     """Read what this rank continues with, from a checkpoint of any number of workers.
 
     Raises:
@@ -60,12 +60,10 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
             source = sources(range(count), {0}, env.world_size)[env.rank]
         mine = locals_[count - 1 if source is None else source]
         if boundary.replicas:
-            boundaries = [
-                recovery_line.boundary_of(each) for each in (mine, *(each for each in locals_ if each is not mine))
-            ]
-            mine["records"] = [
-                each for each in mine["records"] if each[0][1] not in boundary.members
-            ]  # of other groups
+            others = [each for each in locals_ if each is not mine]
+            boundaries = [recovery_line.boundary_of(each) for each in (mine, *others)]
+            # Those of other groups.
+            mine["records"] = [each for each in mine["records"] if each[0][1] not in boundary.members]
             collect = partial(collect_stage, line, boundaries)
         else:
             shards = [each["parts"].get(SHARD) for each in locals_]
@@ -83,15 +81,14 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
         ) from error
     if source is None:
         mine["parts"][RANDOM] = random_state(count, boundary.index, env.rank)
+    added = source is None
     if collect is None:
-        return Loaded(
-            boundary, mine, *recovery_line.load_replicated(line, boundary), line, resized=True, added=source is None
-        )
+        state = recovery_line.load_replicated(line, boundary)
+        return recovery_line.restored(line, boundary, mine, state, resized=True, added=added)
     for each in boundaries:
-        recovery_line.load_replicated(
-            line, each
-        )  # only to know that it can be done: it is read again when the model is known
-    return Loaded(boundary, mine, {}, [], line, resized=True, added=source is None, collect=collect)
+        # Only to know that it can be done: it is read again when the model is known.
+        recovery_line.load_replicated(line, each)
+    return recovery_line.restored(line, boundary, mine, ({}, []), resized=True, added=added, collect=collect)
 
 
 def sources(stay: Collection[int], published: Collection[int], world_size: int) -> list[int | None]:

@@ -21,7 +21,7 @@ from shared_core.events import console_once
 from shared_core.faults import inject
 from shared_core.protocol.progress_file import ProgressFile
 from shared_core.protocol.stragglers import PARTS
-from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.checkpoints.recovery_line import Restored
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op

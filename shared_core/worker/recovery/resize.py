@@ -24,8 +24,8 @@ from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.transport.store import Store
+from shared_core.worker.checkpoints.recovery_line import Restored, ends_before
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
-from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Donor

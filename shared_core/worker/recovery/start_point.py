@@ -18,8 +18,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
-from shared_core.worker.checkpoints.recovery_line import Collect
-from shared_core.worker.checkpoints.restored import Restored, ends_before
+from shared_core.worker.checkpoints.recovery_line import Collect, Restored, ends_before
 from shared_core.worker.comm.state import EXIT_STALE
 from shared_core.worker.link import JobStore, connect_store
 from shared_core.worker.recovery.context import Context

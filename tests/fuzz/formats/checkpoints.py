@@ -61,7 +61,7 @@ def _use(data: bytes, folder: Path) -> Any:
         str(lineage.next_start(contents, command))
     lineage.left_behind(str(folder / "checkpoints"), _COMMAND.key, "--adopt", continues=True, again="--resume")
     lineage.to_adopt(str(where))
-    store.prune(where, 2, lambda found: lineage.SavedCheckpoint(found).run == "x")
+    store.prune(where, 2, lambda found: found.run == "x")
     return lineage.first_whole(contents.saved)
 
 
@@ -145,10 +145,10 @@ def _read_history(data: bytes, folder: Path) -> Any:
     path = folder / "history"
     path.write_bytes(data)
     found = history.read(path, now=2e9)
-    from shared_core.checkpoint.run_ends import from_history
+    from shared_core.checkpoint.history import from_history
 
-    from_history(found.runs)
-    return tuple(replace(run, time=max(run.time, 1.0)) for run in found.runs)  # 0 is written as now
+    from_history(found)
+    return tuple(replace(run, time=max(run.time, 1.0)) for run in found)  # 0 is written as now
 
 
 def _history_again(value: Any) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
-from lightning_swift.pipeline_parts import read_config
+from lightning_swift.pipeline import read_config
 
 from ..harness import Target, exact, only_errors
 from ..json_values import plain_json, text_keys

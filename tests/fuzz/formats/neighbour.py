@@ -24,7 +24,7 @@ from shared_core.errors import CorruptFile
 from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, receive_bytes
 from shared_core.system.wire import Link
-from shared_core.worker.checkpoints.in_memory import find
+from shared_core.worker.checkpoints.in_memory import find_in_memory
 
 from ..harness import Target, only_errors
 from ..machines import KEY, Said, answered, changed, changes, frames, heard, machine, packed, unproved, whole
@@ -131,7 +131,7 @@ def _find(data: bytes, _folder: Path) -> Any:
         return b"".join(frames([*_said(SIZE.pack(4)), *_file(b"part")], serves=True))
 
     with unproved(), machine(reply) as name:
-        found = find([name, None], 0, 1, KEY)
+        found = find_in_memory([name, None], 0, 1, KEY)
         for _, _, read in found:
             read("rank0")
     return [(step, meta) for step, meta, _ in found]
@@ -175,7 +175,7 @@ def _find_changed(data: bytes, folder: Path) -> Any:
 
     found: list[Any] = []
     with machine(reply, KEY) as name:
-        for step, meta, read in find([name], 0, 1, KEY):
+        for step, meta, read in find_in_memory([name], 0, 1, KEY):
             try:
                 found.append((step, meta, read("rank0")))
             except CorruptFile:

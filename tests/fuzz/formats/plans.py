@@ -8,8 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from benchmarks.lab.plan_logging import profile_of
 from shared_core.errors import CorruptFile
-from shared_core.pipeline.grouping import Budget, ChainProfile, plan_groups, trade_off
+from shared_core.pipeline.grouping import Budget, plan_groups, trade_off
 from shared_core.reroute.plan_cache import PlanStore, Settings, _sealed
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.schedule import PlannedWorker, Topology
@@ -109,7 +110,7 @@ def _json(data: bytes) -> Any:
 
 
 def _read_measured(data: bytes, _folder: Path) -> Any:
-    profile = ChainProfile.from_dict(_json(data))
+    profile = profile_of(_json(data))
     trade_off(profile)
     return plan_groups(profile, Budget(1e9))
 
