@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary
+from shared_core.protocol.codec import Count, Record
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, PerChannel, StepBoundary
 from shared_core.protocol.members import Members, members_of
 
 
@@ -15,13 +16,13 @@ from shared_core.protocol.members import Members, members_of
 class Transfer:
     """Logged results that ``source`` sends to ``destination``: per group, sequence numbers."""
 
-    source: int
-    destination: int
-    entries: dict[str, list[int]]
+    source: Count
+    destination: Count
+    entries: dict[str, list[Count]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """What all ranks do in one generation.
 
     Attributes:
@@ -39,15 +40,15 @@ class Plan:
         logged: survivors keep their messages on disk.
     """
 
-    boundaries: dict[int, StepBoundary | None]
-    donors: dict[int, int]
+    boundaries: dict[Count, StepBoundary | None]
+    donors: dict[Count, Count]
     transfers: tuple[Transfer, ...]
-    redo: dict[str, set[int]]
-    received: dict[str, dict[str, int]] = field(default_factory=dict)
-    leave: frozenset[int] = frozenset()
+    redo: dict[str, set[Count]]
+    received: dict[str, PerChannel] = field(default_factory=dict)
+    leave: frozenset[Count] = frozenset()
     copies: bool = False
-    newest: int = 0
-    oldest: int = 0
+    newest: Count = 0
+    oldest: Count = 0
     logged: bool = False
 
     @property

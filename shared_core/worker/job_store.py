@@ -8,7 +8,6 @@ from typing import Any
 from shared_core.protocol.keys import DAMAGED, PREPARED
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.remote_store import RemoteStore
-from shared_core.transport.store import Below
 from shared_core.worker.link import connect_store, report, tell
 
 
@@ -24,9 +23,9 @@ class JobStore:
         self._client: RemoteStore | None = None
         self._lock = threading.Lock()
 
-    def below(self, prefix: str = "") -> Below:
+    def below(self, prefix: str = "") -> RemoteStore:
         """Keys of this attempt that begin with ``prefix``: empty, or ends with a slash. May raise WaitTimeout."""
-        return Below(self._connected(), self._env.prefix + prefix)
+        return self._connected().below(self._env.prefix + prefix)
 
     def tell(self, name: str, value: Any) -> None:
         """Set a key that the launcher acts on."""
