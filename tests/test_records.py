@@ -17,17 +17,16 @@ from harness import Jobs
 from shared_core.config import SwiftConfig
 from shared_core.errors import DamagedRecord
 from shared_core.faults import Fault
-from shared_core.launcher.attempt import first_of
-from shared_core.launcher.key_watcher import KeyWatcher
+from shared_core.launcher.attempt import KeyWatcher, first_of
 from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
+from shared_core.launcher.rendezvous_store import read_document
 from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, join_request_key
 from shared_core.protocol.plan import Plan, Transfer
-from shared_core.protocol.rendezvous_document import read_document
 from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.standstill import WaitStatus
 from shared_core.protocol.worker_env import Resized, WorkerEnv

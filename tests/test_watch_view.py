@@ -11,8 +11,7 @@ import pytest
 from shared_core.events import Event, EventLog
 from shared_core.launcher.logs import last_words
 from shared_core.protocol.progress_file import Pace, ProgressFile, read_pace
-from shared_core.system.card import Card, is_held, jobs_here
-from shared_core.system.jobdir import JobDir
+from shared_core.system.jobdir import Card, JobDir, is_held, jobs_here
 from shared_core.watch.follower import FileTail, Follower
 from shared_core.watch.text import format_view
 from shared_core.watch.view import JobView, Live, kind_of, view_of

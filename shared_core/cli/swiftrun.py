@@ -23,8 +23,8 @@ from shared_core.kinds import check_host, check_length, check_regular, no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.resources import advice, what_to_do
 from shared_core.system.caretaker import Caretaker
+from shared_core.system.process import set_name
 from shared_core.system.streams import forgive
-from shared_core.system.title import set_name
 from shared_core.worker.start import preload
 
 DEFAULT_BUDGET = 100

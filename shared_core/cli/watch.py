@@ -13,7 +13,7 @@ from typing import Any
 from shared_core.cli.arguments import number
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import by_run, read_events
-from shared_core.system.card import Card, jobs_here
+from shared_core.system.jobdir import Card, jobs_here
 from shared_core.watch.follower import Follower
 from shared_core.watch.screen import drawn, need_rich
 from shared_core.watch.text import format_jobs, format_view

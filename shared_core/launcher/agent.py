@@ -20,23 +20,20 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from shared_core.errors import OutOfResources
 from shared_core.events import console
-from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.attempts import Attempts, MachineWorkers
 from shared_core.launcher.control_channel import ControlChannel
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.failures import WorkerFailures
 from shared_core.launcher.gathering import JobOver
 from shared_core.launcher.job_reporter import JobReporter
-from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.lease import Fenced
-from shared_core.launcher.leaving import PlannedLeaves
+from shared_core.launcher.leaving import Notice, PlannedLeaves
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
-from shared_core.launcher.machine_workers import MachineWorkers
-from shared_core.launcher.notice import Notice
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines, Resizes
-from shared_core.launcher.persisting import Persisting
+from shared_core.launcher.persisting import LastCheckpoint, Persisting
 from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env

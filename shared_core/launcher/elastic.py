@@ -18,7 +18,7 @@ from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 
 from shared_core.events import visible
-from shared_core.launcher.places import WorkerPlaces
+from shared_core.launcher.attempt import WorkerPlaces
 from shared_core.protocol.failure_policy import AS_ANY
 
 

@@ -20,8 +20,7 @@ from shared_core.events import console
 from shared_core.launcher.console import host_of
 from shared_core.launcher.lease import FIRST_S
 from shared_core.launcher.ports import Ports, serve_store
-from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address
-from shared_core.protocol.rendezvous_document import ENDED, FORMING, RUNNING
+from shared_core.launcher.rendezvous_store import C10D, ENDED, FORMING, RUNNING, Gone, Register, own_address
 from shared_core.system.secret import NotAuthenticated
 from shared_core.transport.store import MemoryStore, Store, StoreError
 from shared_core.waiting import Wait

@@ -13,16 +13,15 @@ from typing import Any
 
 from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
-from shared_core.launcher.attempt import Attempt
+from shared_core.launcher.attempt import Attempt, WorkerPlaces
 from shared_core.launcher.console import Change, ConsoleReporter, count, host_of
 from shared_core.launcher.logs import last_words
 from shared_core.launcher.options import AgentOptions, Program
-from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.failure_policy import Death, FailureBook
 from shared_core.protocol.generation import CauseKind, Entry
 from shared_core.protocol.worker_env import Resized
-from shared_core.system.card import Card
+from shared_core.system.jobdir import Card
 from shared_core.system.process import begun
 
 

@@ -1,8 +1,14 @@
-"""Planned leaves, as the agent of one machine carries them out: of single workers, and of all of the machine."""
+"""Planned leaves, as the agent of one machine carries them out, of single workers and of all of the machine; and what
+tells that the machine will be taken away.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import threading
 from collections.abc import Sequence
 
 from shared_core.config import SwiftConfig
@@ -12,12 +18,61 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.console import host_of
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.job_reporter import JobReporter
-from shared_core.launcher.notice import Notice
 from shared_core.launcher.other_machines import OtherMachines
+from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.agent_phase import AgentPhase
-from shared_core.protocol.keys import LEAVES
 from shared_core.protocol.leaving import AGREED, FILE, REFUSED, Leave, chosen, refused
+from shared_core.protocol.worker_messages import LEAVES
+
+#: Start of an option that is a command, and seconds between two runs of it.
+RUN, EVERY_S = "run:", 5.0
+
+
+class Notice:
+    """A signal, a file or a command, as the option ``notice`` names it. Comes at most once. Raises ConfigError for a
+    signal that there is not.
+    """
+
+    def __init__(self, told: str | None, wakeup: Wakeup) -> None:
+        self._told, self._wakeup = told or "", wakeup
+        self._over, self._noticed = threading.Event(), threading.Event()
+        self._come = False
+        if self._told.startswith("SIG"):
+            if self._told not in signal.Signals.__members__:
+                raise ConfigError(f"notice: {self._told} is no signal")
+            wakeup.set_apart(signal.Signals[self._told])
+        elif self._told.startswith(RUN):
+            threading.Thread(target=self._run, name="swift-notice", daemon=True).start()
+
+    def came(self) -> str:
+        """What has told so since the last call; empty if nothing has."""
+        if self._come or not self._told:
+            return ""
+        if not self._told.startswith(("SIG", RUN)):
+            self._come = os.path.lexists(self._told)
+        else:
+            self._come = self._wakeup.apart or self._noticed.is_set()
+        return f"notice {self._told}" if self._come else ""
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        """Thread: run the command again and again until it succeeds."""
+        # The agent reaps all of its children, so the shell says what the status was.
+        command = f"({self._told.removeprefix(RUN)}\n) >/dev/null 2>&1 </dev/null; echo $?"
+        while not self._over.is_set():
+            try:
+                with subprocess.Popen(["/bin/sh", "-c", command], stdout=subprocess.PIPE, text=True) as shell:
+                    assert shell.stdout is not None
+                    if shell.stdout.read().strip() == "0":
+                        self._noticed.set()
+                        self._wakeup.tell()
+                        return
+            except OSError:  # no process can be started now
+                pass
+            self._over.wait(EVERY_S)
 
 
 class PlannedLeaves:

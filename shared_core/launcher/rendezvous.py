@@ -30,9 +30,8 @@ from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.local_rendezvous import KeptRendezvous
 from shared_core.launcher.ports import Ports
-from shared_core.launcher.rendezvous_store import C10D, Register
+from shared_core.launcher.rendezvous_store import C10D, ENDED, RUNNING, Register
 from shared_core.protocol.generation import EntryKind
-from shared_core.protocol.rendezvous_document import ENDED, RUNNING
 from shared_core.transport.store import MemoryStore
 from shared_core.waiting import Wait
 

@@ -12,10 +12,9 @@ from torch.distributed.elastic.utils.api import macros
 
 from shared_core.config import SwiftConfig
 from shared_core.events import RUN
-from shared_core.launcher.attempt import Attempt
+from shared_core.launcher.attempt import Attempt, WorkerPlaces
 from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.options import AgentOptions, Program
-from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.standby import clean_env
 from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol import worker_env

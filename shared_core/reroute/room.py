@@ -10,7 +10,7 @@ from torch import Tensor
 from shared_core.kinds import whole_of_environment
 from shared_core.reroute.autograd_graph import kept_tensors
 from shared_core.schedule.schedule import Topology, held_without_failure
-from shared_core.system.memory import machine_bytes
+from shared_core.system.process import machine_bytes
 
 #: Share of the free memory that plans may use: messages are kept until a step is over, and others need memory, too.
 _SHARE = 0.5

@@ -15,8 +15,7 @@ from shared_core.events import Event, by_run, read_line
 from shared_core.kinds import open_regular
 from shared_core.protocol.progress_file import Pace, read_pace
 from shared_core.system import process
-from shared_core.system.card import Card, is_held
-from shared_core.system.jobdir import DISK
+from shared_core.system.jobdir import DISK, Card, is_held
 from shared_core.watch.ranks import Ranks
 from shared_core.watch.view import JobView, Live, view_of
 

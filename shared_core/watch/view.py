@@ -12,7 +12,7 @@ from typing import Any
 from shared_core.events import Event
 from shared_core.protocol.progress_file import Pace
 from shared_core.report.timeline import Recovery, recoveries
-from shared_core.system.card import Card
+from shared_core.system.jobdir import Card
 from shared_core.watch.ranks import HeldRank, RankPhase, Ranks, SeenFailures
 
 #: A worker that has been in one collective for longer is shown as waiting, in seconds.

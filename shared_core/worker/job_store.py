@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from shared_core.protocol.keys import DAMAGED, PREPARED
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.protocol.worker_messages import DAMAGED, PREPARED
 from shared_core.transport.remote_store import RemoteStore
 from shared_core.worker.link import connect_store, report, tell
 

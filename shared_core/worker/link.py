@@ -18,9 +18,8 @@ from typing import Any
 from shared_core.errors import WaitTimeout
 from shared_core.events import console
 from shared_core.protocol import worker_env
-from shared_core.protocol.keys import REPORTS, WORDS
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.protocol.worker_messages import WISH
+from shared_core.protocol.worker_messages import REPORTS, WISH, WORDS
 from shared_core.system import secret, wire
 from shared_core.system.jobdir import AGENT
 from shared_core.transport import local
