@@ -288,11 +288,10 @@ def _events_path(args: argparse.Namespace) -> str | None:
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
     """How the machines of the job meet, if there are several."""
     if not args.several:
-        from shared_core.launcher.local_rendezvous import LocalRendezvous
+        from shared_core.launcher.rendezvous import LocalRendezvous
 
         return LocalRendezvous(torchrun.run_id)
-    from shared_core.launcher.gathering import RendezvousOptions
-    from shared_core.launcher.rendezvous import SwiftRendezvousHandler
+    from shared_core.launcher.rendezvous import RendezvousOptions, SwiftRendezvousHandler
     from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
@@ -468,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from shared_core.launcher.gathering import JobOver
+    from shared_core.launcher.rendezvous import JobOver
 
     try:
         args = parse_args(argv)

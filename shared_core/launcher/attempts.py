@@ -294,8 +294,8 @@ class Attempts:
             self.workers.spares.look(self._in_what())
 
     def _in_what(self) -> AttemptStart:
-        address = self._membership.address if self._membership is not None else ""
-        store = self._membership.keeper if self._membership is not None else str(self._control.path)
+        address = self._membership.rendezvous.address if self._membership is not None else ""
+        store = self._membership.rendezvous.keeper if self._membership is not None else str(self._control.path)
         return AttemptStart(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
 
     # -- actions ------------------------------------------------------------------------------------------------------
@@ -326,10 +326,10 @@ class Attempts:
         """As :meth:`_alone`, on several machines; takes the number and the state that the others have."""
         team, places = membership.team(self._attempt, self.number), self.places
         assert team is not None  # it has a place
-        self._job_reporter.call(membership.run_id)
+        self._job_reporter.call(membership.rendezvous.run_id)
         self.close()
-        if self._attempt is None and membership.line:  # given a place in the middle of the job
-            line = Resized.from_json(membership.line, "first")
+        if self._attempt is None and membership.rendezvous.line:  # given a place in the middle of the job
+            line = Resized.from_json(membership.rendezvous.line, "first")
             self._resizing.start_over(line)
             membership.gather(team.machines, line)
         self.number, place, keeper = team.number, (team.host, team.port), team.keeper

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
@@ -21,8 +23,11 @@ from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import LiveWorker
+from shared_core.protocol import stragglers
 from shared_core.protocol.agent_phase import AgentPhase
 from shared_core.protocol.leaving import AGREED, FILE, REFUSED, Leave, chosen, refused
+from shared_core.protocol.progress_file import read_steps
+from shared_core.protocol.stragglers import Slow, Steps
 from shared_core.protocol.worker_messages import LEAVES
 
 #: Start of an option that is a command, and seconds between two runs of it.
@@ -89,10 +94,9 @@ class PlannedLeaves:
         machines: OtherMachines | None,
         control: ControlSocket,
         notice: Notice,
-        job_reporter: JobReporter,
     ) -> None:
         self._config, self._attempts, self._machines = config, attempts, machines
-        self._control, self._notice, self._job_reporter = control, notice, job_reporter
+        self._control, self._notice = control, notice
         self._waiting: dict[int, tuple[LiveWorker, str]] = {}
         self.machine = ""
 
@@ -130,15 +134,15 @@ class PlannedLeaves:
         return f"rank {rank} leaves at its next step boundary, once its replacement is ready"
 
     def _ask(self, place: int, rank: int | None, why: str) -> None:
-        attempts, others = self._attempts, self._machines
+        attempts, others = self._attempts, self._machines.membership if self._machines is not None else None
         machines = attempts.now.ledger.machines
         name = machines[place] if machines else None
         if why_not := refused(
             self._config,
             rank,
             attempts.now.ledger.present(),
-            spares=others.spares if others is not None else 0,
-            keeps_store=others is not None and others.ends_with(name),
+            spares=others.spares(attempts.now.ledger) if others is not None else 0,
+            keeps_store=others is not None and others.rendezvous.job_ends_with(name),
         ):
             raise ConfigError(why_not)
         if place != attempts.places.machine:
@@ -183,3 +187,61 @@ class PlannedLeaves:
         """Does nothing for a worker that has failed meanwhile: its place is taken already."""
         if one.pid in self._attempts.workers.pool.live and not one.leaves:
             one.leave(why, self._attempts.progress_file(one.rank).with_name(FILE))
+
+
+#: Seconds from one look to the next: each asks the store for the times of every other machine.
+LOOK_S = 1.0
+
+
+class Stragglers:
+    """Looks at the times of the last steps, of all machines."""
+
+    def __init__(
+        self, config: SwiftConfig, attempts: Attempts, leaves: PlannedLeaves, job_reporter: JobReporter
+    ) -> None:
+        self._answer, self._attempts = config.stragglers, attempts
+        self._leaves, self._job_reporter = leaves, job_reporter
+        #: Of each rank, the pid of its worker and the newest step of the one before; and who was named, or replaced.
+        self._workers: dict[int, tuple[int, int]] = {}
+        self._named: set[int] = set()
+        self._replaced: set[int] = set()
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Call at each tick; most calls do nothing."""
+        attempts = self._attempts
+        if self._answer == "off" or attempts.phase is not AgentPhase.RUNNING or not attempts.workers.complete:
+            return
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + LOOK_S
+        mine = {one.rank: self._steps(one) for one in attempts.workers.pool.live.values()}
+        for one in stragglers.slow(attempts.now.with_others(mine), mine.keys() - self._named):
+            self._name(one, self._workers[one.rank][0])
+
+    def _steps(self, one: LiveWorker) -> Steps:
+        """Those that this worker has made, and not the one that held the rank before."""
+        steps = read_steps(self._attempts.progress_file(one.rank))
+        pid, before = self._workers.get(one.rank, (one.pid, 0))
+        if pid != one.pid:
+            before = max(steps, default=0)
+            self._named.discard(one.rank)
+        self._workers[one.rank] = one.pid, before
+        return {number: parts for number, parts in steps.items() if number > before}
+
+    def _name(self, one: Slow, pid: int) -> None:
+        self._named.add(one.rank)
+        fields = {name: value for name, value in asdict(one).items() if name != "rank"}
+        self._job_reporter.emit("straggler", rank=one.rank, pid=pid, **fields)
+        console(f"rank {one.rank} (pid {pid}) is slow: it {one.text}")
+        if self._answer != "replace":
+            return
+        if one.rank in self._replaced:
+            console(f"rank {one.rank} is slow again after it was replaced: its machine may be the reason")
+            return
+        try:
+            self._leaves.ask(str(one.rank), f"slow, {one.factor:.1f} times in {one.part}")
+        except ConfigError as error:
+            console(f"rank {one.rank} is not replaced: {error}")
+            return
+        self._replaced.add(one.rank)
