@@ -1,4 +1,4 @@
-"""``swiftctl status`` and ``swiftctl watch``: a job on this machine, while it runs."""
+"""``swiftctl status``, ``watch`` and ``drain``: a job on this machine, while it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 from shared_core.cli.arguments import number
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import by_run, read_events
-from shared_core.system.jobdir import Card, jobs_here
+from shared_core.protocol.leaving import AGREED, ANSWER_BYTES, LEAVE
+from shared_core.system.jobdir import AGENT, Card, jobs_here
+from shared_core.transport import local
 from shared_core.watch.follower import Follower
 from shared_core.watch.screen import drawn, need_rich
 from shared_core.watch.text import format_jobs, format_view
@@ -25,7 +27,6 @@ JOB = (
 
 
 def add_command(commands: Any) -> None:
-    """Add ``status`` and ``watch``."""
     status = commands.add_parser(
         "status",
         help="how a running job is: workers, failures, stalls, the last checkpoint",
@@ -155,3 +156,33 @@ def _of_file(path: Path, here: list[tuple[Path, Card]]) -> Follower:
 
 def _is_meant(card: Card, job: str) -> bool:
     return card.run.startswith(job) or job in (card.name, str(card.agent))
+
+
+def add_drain(commands: Any) -> None:
+    drain = commands.add_parser(
+        "drain",
+        help="have a worker, or all of a machine, leave a running job, and others take over",
+        description="Have a rank, or all ranks of a host, leave a job at the next step boundary; others take over.",
+    )
+    drain.add_argument("who", metavar="RANK|HOST", help="a rank, or the name or address of a machine")
+    drain.add_argument("job", metavar="JOB", nargs="?", help=JOB)
+    drain.set_defaults(run=_drain)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    print(ask(job_folder(options.job), options.who), flush=True)
+    return 0
+
+
+def ask(job_dir: Path, who: str) -> str:
+    """Ask the launcher on this machine. Returns what will be. Raises SwiftError if it refuses, or does not answer."""
+    try:
+        with local.connect(job_dir / AGENT) as link:
+            link.send(LEAVE, data=[who.encode()])
+            answer = link.receive(lambda _: ANSWER_BYTES)
+    except OSError as error:
+        raise SwiftError(f"the launcher of the job does not answer ({error}); is swiftrun alive?") from error
+    text = answer.data.decode(errors="replace")
+    if answer.kind != AGREED:
+        raise SwiftError(text)
+    return text

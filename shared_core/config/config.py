@@ -32,25 +32,8 @@ from shared_core.kinds import MOST, Choice, NamedPlace, Whole, open_regular
 ENV_PREFIX = "SWIFT_RECOVERY_"
 #: Variables with the prefix that the agent sets for its workers, or that are no options.
 _RESERVED = frozenset(
-    {
-        "JOB_DIR",
-        "STORE",
-        "GENERATION",
-        "INCARNATION",
-        "EVENTS",
-        "CONFIG",
-        "RESTART",
-        "RESIZED",
-        "RUN",
-        "FILE",
-        "ADDRESS",
-        "MACHINES",
-        "JOB",
-        "COMMAND",
-        "HANDED_OVER",
-        "SECRET_FILE",
-        "SPARE",
-    }
+    "JOB_DIR STORE GENERATION INCARNATION EVENTS CONFIG RESTART RESIZED RUN FILE ADDRESS MACHINES JOB COMMAND "
+    "HANDED_OVER SECRET_FILE SPARE".split()
 )
 
 
