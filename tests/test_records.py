@@ -22,11 +22,10 @@ from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.rendezvous_store import read_document
 from shared_core.protocol import worker_messages as said
-from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, join_request_key
-from shared_core.protocol.plan import Plan, Transfer
+from shared_core.protocol.plan import Agreed, Plan, Transfer
 from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.standstill import WaitStatus
 from shared_core.protocol.worker_env import Resized, WorkerEnv

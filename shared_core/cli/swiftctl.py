@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from shared_core.cli import checkpoints, doctor, lab, report, watch
+from shared_core.cli import checkpoints, doctor, report, watch
 from shared_core.cli.arguments import Parser, one_line
 from shared_core.errors import ConfigError, SwiftError
+
+#: The clone, where these files are in one.
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = "plan, plan-logging, simulate, policy"
+
+
+def _add_lab(commands: Any) -> None:
+    """Add ``lab`` to the commands of ``swiftctl``: with those of ``benchmarks/lab`` in a clone; elsewhere each of them
+    ends with one line that says what it needs.
+    """
+    lab = commands.add_parser(
+        "lab",
+        help="plan, compare and simulate: for who chooses options of large jobs, or checks the papers",
+        description="Plan, compare and simulate, without a job. These commands need a clone of the repository.",
+    )
+    missing = f"COMMAND is missing: {COMMANDS}"
+    if (ROOT / "benchmarks" / "lab" / "__init__.py").is_file():
+        if sys.path[0] != str(ROOT):  # before a package of that name in the current folder
+            sys.path.insert(0, str(ROOT))
+        lab.set_defaults(run=lambda _: lab.error(missing))
+        importlib.import_module("benchmarks.lab").add_commands(lab.add_subparsers(metavar="COMMAND"))
+    else:
+        lab.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help=COMMANDS)
+        lab.set_defaults(run=lambda options: _refuse(options.words[0]) if options.words else lab.error(missing))
+
+
+def _refuse(command: str) -> NoReturn:
+    raise ConfigError(
+        f"swiftctl lab {command} needs a clone of the repository, and this is an installed package: run "
+        "pip install -e . in a clone, and try again"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_drain(commands)
     report.add_command(commands)
     checkpoints.add_command(commands)
-    lab.add_command(commands)
+    _add_lab(commands)
     return parser
 
 

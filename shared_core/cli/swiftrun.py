@@ -286,7 +286,6 @@ def _events_path(args: argparse.Namespace) -> str | None:
 
 
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
-    """How the machines of the job meet, if there are several."""
     if not args.several:
         from shared_core.launcher.rendezvous import LocalRendezvous
 
@@ -358,7 +357,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from shared_core.launcher.agent import Agent
     from shared_core.launcher.elastic import raise_failure
     from shared_core.launcher.logs import WorkerLogs
-    from shared_core.launcher.options import AgentOptions, Program
+    from shared_core.launcher.starting import AgentOptions, Program
     from shared_core.system.secret import find
 
     threads = torch.get_num_threads()

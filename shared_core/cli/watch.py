@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shared_core.transport import local
 from shared_core.watch.follower import Follower
 from shared_core.watch.screen import drawn, need_rich
 from shared_core.watch.text import format_jobs, format_view
+from shared_core.watch.view import JobView
 
 JOB = (
     "how the run's id begins, the --rdzv-id, the pid of swiftrun, or the job's events.jsonl; may be left out where one "
@@ -79,25 +81,27 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _in_lines(follower: Follower, every_s: float) -> None:
     before = ""
-    while True:
-        view = follower.view()
+    for view in _views(follower, every_s):
         print(before + format_view(view), flush=True)
-        if view.over:
-            return
         before = "\n" + "-" * 72 + "\n"
-        time.sleep(every_s)
 
 
 def _on_screen(follower: Follower, every_s: float) -> None:
     from rich.live import Live
 
     with Live(drawn(follower.view()), auto_refresh=False) as live:
-        while True:
-            view = follower.view()
+        for view in _views(follower, every_s):
             live.update(drawn(view), refresh=True)
-            if view.over:
-                return
-            time.sleep(every_s)
+
+
+def _views(follower: Follower, every_s: float) -> Iterator[JobView]:
+    """Again and again, until the job is over."""
+    while True:
+        view = follower.view()
+        yield view
+        if view.over:
+            return
+        time.sleep(every_s)
 
 
 def _follower(job: str | None) -> Follower:

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -242,21 +242,8 @@ class SwiftConfig(Section):
         return json.dumps(self.changed)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    each.section: each
-    for each in (
-        CheckpointOptions,
-        ResizeOptions,
-        RerouteOptions,
-        ReplayOptions,
-        LogOptions,
-        DetectionOptions,
-        StateOptions,
-        DeviceOptions,
-        StandbyOptions,
-        WatchOptions,
-    )
-}
+#: Their classes, by name.
+SECTIONS: dict[str, Any] = {e.name: e.default_factory for e in fields(SwiftConfig) if e.default_factory is not MISSING}
 _ALL: tuple[type[Section], ...] = (SwiftConfig, *SECTIONS.values())
 _FIELDS = {prefix_of(section) + each.name: each for section in _ALL for each in options_of(section)}
 _DEFAULTS = {name: each.default for name, each in _FIELDS.items()}
@@ -326,7 +313,7 @@ def _build(values: Mapping[str, Any]) -> SwiftConfig:
             sections[section][last] = value
         else:
             plain[name] = value
-    return SwiftConfig(**plain, **{name: SECTIONS[name](**inside) for name, inside in sections.items()})  # type: ignore[arg-type]
+    return SwiftConfig(**plain, **{name: SECTIONS[name](**inside) for name, inside in sections.items()})
 
 
 def read(path: Path) -> dict[str, Any]:

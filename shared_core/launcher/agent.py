@@ -30,13 +30,12 @@ from shared_core.launcher.lease import Fenced
 from shared_core.launcher.leaving import Notice, PlannedLeaves, Stragglers
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
-from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.persisting import LastCheckpoint, Persisting
 from shared_core.launcher.rendezvous import JobOver, SwiftRendezvousHandler
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
-from shared_core.launcher.starting import Starter
+from shared_core.launcher.starting import AgentOptions, Program, Starter
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file

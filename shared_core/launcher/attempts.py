@@ -92,7 +92,6 @@ class MachineWorkers:
 
     @property
     def complete(self) -> bool:
-        """Whether each rank has a worker."""
         return not self.roster.failed and not self.roster.missing
 
     def start(self, local_rank: int, start: AttemptStart) -> None:

@@ -85,9 +85,8 @@ class Records:
                 EventSource.WORKER,
                 worker=worker,
                 pid=pids.get(worker.local_rank),
+                failure=failure,
                 raw_error=json.dumps(failure.error_file_data) if failure else None,
-                exit_code=failure.exitcode if failure else None,
-                worker_pid=failure.pid if failure else None,
             )
 
     def succeeded(self) -> None:
@@ -117,10 +116,9 @@ class Records:
         *,
         worker: Worker | None = None,
         pid: int | None = None,
+        failure: ProcessFailure | None = None,
         raw_error: str | None = None,
         duration_ms: float | None = None,
-        exit_code: int | None = None,
-        worker_pid: int | None = None,
     ) -> None:
         places = self._places()
         spec, met = places.spec, bool(places.workers)
@@ -134,8 +132,8 @@ class Records:
                 "local_rank": [worker.local_rank],
                 "role_rank": [worker.role_rank],
                 "role_world_size": [worker.role_world_size],
-                "exit_code": [exit_code],
-                "worker_pid": [worker_pid],
+                "exit_code": [failure.exitcode if failure else None],
+                "worker_pid": [failure.pid if failure else None],
             }
         event = Event(
             f"torchelastic.worker.status.{state}",

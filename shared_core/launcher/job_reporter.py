@@ -16,7 +16,7 @@ from shared_core.events import EventLog, console
 from shared_core.launcher.attempt import Attempt, WorkerPlaces
 from shared_core.launcher.console import Change, ConsoleReporter, count, host_of
 from shared_core.launcher.logs import last_words
-from shared_core.launcher.options import AgentOptions, Program
+from shared_core.launcher.starting import AgentOptions, Program
 from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.failure_policy import Death, FailureBook
 from shared_core.protocol.generation import CauseKind, Entry
@@ -153,20 +153,17 @@ class JobReporter:
         many = places.world_size
         what = "the worker is back" if many == 1 else f"all {many} workers are back"
         why = "" if config.restarts else entry.reason
-        self._change(what, why, whence, reached, line, 0, tell=places.speaks)
+        change = Change(time.time(), what, why, whence, reached, None if line is None else line.boundary)
+        self.console_reporter.changes(change, tell=places.speaks)
 
     def resizes(self, before: int, places: WorkerPlaces, line: Resized | None, reached: int) -> None:
         """Another number of workers continues, from ``line``; ``before``: their number so far."""
         workers = places.world_size
         what = f"{count(workers, 'worker')} {'continues' if workers == 1 else 'continue'}"
-        whence = "" if line is None else f"from step boundary {line.boundary}"
-        self._change(what, "", whence, reached, line, before, tell=places.speaks)
-
-    def _change(
-        self, what: str, why: str, whence: str, reached: int, line: Resized | None, before: int, *, tell: bool
-    ) -> None:
         boundary = None if line is None else line.boundary
-        self.console_reporter.changes(Change(time.time(), what, why, whence, reached, boundary, before), tell=tell)
+        whence = "" if line is None else f"from step boundary {boundary}"
+        change = Change(time.time(), what, "", whence, reached, boundary, before)
+        self.console_reporter.changes(change, tell=places.speaks)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +190,6 @@ class JobReporter:
 
 
 def _size(path: str | None) -> int:
-    """Bytes of a file; 0 if it is not there."""
     try:
         return os.path.getsize(path) if path else 0
     except OSError:

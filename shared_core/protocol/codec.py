@@ -216,10 +216,9 @@ def _members(values: dict[str, Any], kind: Any) -> dict[str, Any]:
 @cache
 def _shapes(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Shapes by name, and the names that must be there."""
-    shapes = get_type_hints(kind, include_extras=True)
+    shapes, all_of_it = get_type_hints(kind, include_extras=True), issubclass(kind, Record)
     if not is_dataclass(kind):
         return shapes, frozenset(kind.__required_keys__)
-    all_of_it = issubclass(kind, Record)
     fixed = {e.name for e in fields(kind) if all_of_it or (e.default is MISSING and e.default_factory is MISSING)}
     return {each.name: shapes[each.name] for each in fields(kind)}, frozenset(fixed)
 

@@ -296,7 +296,6 @@ class History:
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks that anything is known of, in order."""
         return sorted({span.rank for span in self.spans})
 
 

@@ -155,7 +155,6 @@ def _paces(job_dir: Path) -> list[tuple[Path, Pace]]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """What the files of a folder take."""
     taken = 0
     for where, _, names in os.walk(folder):
         for name in names:

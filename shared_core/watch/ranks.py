@@ -60,7 +60,6 @@ class Ranks:
         self._failures: dict[int, int] = {}
 
     def take(self, event: Event) -> None:
-        """The next event."""
         said, one = event.fields, self.held.get(event.rank)
         self.generation = max(self.generation, event.generation)
         if event.kind == "start":
@@ -128,7 +127,6 @@ class SeenFailures:
         self._open: dict[int, SeenFailure] = {}
 
     def take(self, event: Event) -> None:
-        """The next event."""
         said, rank = event.fields, event.rank
         if event.kind in ("failed", "drained"):
             self._close(rank, event.time)

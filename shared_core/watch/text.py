@@ -17,7 +17,6 @@ FAILURE_COLUMNS = ("when", "rank", "cause", "pid", "replacement", "joined after"
 
 
 def format_view(view: JobView) -> str:
-    """All of it, in lines."""
     parts = [headline(view), "\n".join(f"{name + ':':<14} {value}" for name, value in facts(view))]
     if view.workers:
         parts.append(columns([WORKER_COLUMNS, *map(worker_cells, view.workers)]))
@@ -30,7 +29,6 @@ def format_view(view: JobView) -> str:
 
 
 def headline(view: JobView) -> str:
-    """One line: which job, and how it is."""
     what = visible(Path(view.script).name) or "job"
     where = f" on {visible(view.host)}" if view.host else ""
     state = f"{view.state} ({visible(view.reason)})" if view.reason else view.state
@@ -72,7 +70,6 @@ def _progress(view: JobView) -> str:
 
 
 def checkpoint(view: JobView) -> str:
-    """The newest checkpoint, in words."""
     newest = view.checkpoint
     if newest is None:
         return "none"
@@ -110,7 +107,6 @@ def failure_cells(one: FailureView, begun: float) -> tuple[str, ...]:
 
 
 def pace(steps_per_s: float | None) -> str:
-    """Steps a second."""
     return "-" if steps_per_s is None else f"{steps_per_s:.3g}" if steps_per_s < 100 else f"{steps_per_s:.0f}"
 
 
@@ -133,7 +129,6 @@ def format_jobs(jobs: Sequence[tuple[str, str, int, float]], now: float) -> str:
 
 
 def count(times: int) -> str:
-    """``once``, ``2 times``."""
     return "once" if times == 1 else f"{times} times"
 
 

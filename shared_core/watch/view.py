@@ -213,7 +213,6 @@ class JobView:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen."""
         return self.state in ("succeeded", "failed", "gone")
 
     @property
@@ -222,7 +221,6 @@ class JobView:
         return sum(one.pid is not None and one.phase not in (RankPhase.GONE, RankPhase.DONE) for one in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self) | {"present": self.present, "over": self.over}
 
 
@@ -384,7 +382,6 @@ def _failures(failures: SeenFailures, found: Sequence[Recovery]) -> list[Failure
 
 
 def _stalled(found: Sequence[Recovery], state: str, now: float) -> float:
-    """How long the stall under way has lasted."""
     begun = None
     for one in reversed(found):
         if one.complete:

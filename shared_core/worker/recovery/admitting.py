@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.admission import admit
-from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import StepBoundary, read_frontiers
-from shared_core.protocol.plan import Plan
+from shared_core.protocol.plan import Agreed, Plan
 from shared_core.protocol.rounds import Round, ranks_in
 from shared_core.transport.store import Store
 from shared_core.waiting import Wait, poll, ranks_text
