@@ -182,7 +182,7 @@ class Agent:
             if self._program.mode != "exec":
                 self._worker_pool.fill_standbys()  # they import during the rendezvous
             result = self._run()
-            self.records.result(result, self._attempts.workers.roster.pids)
+            self.records.result(result, self._attempts.workers.pids)
             return result
         except BaseException as error:
             if isinstance(error, SignalException):
@@ -272,7 +272,7 @@ class Agent:
     def _timeout(self) -> float:
         if self._wakeup.told:
             return 0.0
-        times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.workers.roster.due)]
+        times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.workers.due)]
         if self._resizing.grow_at is not None:
             times.append(self._resizing.grow_at)
         return min(times) - time.monotonic()

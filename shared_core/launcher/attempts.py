@@ -30,24 +30,28 @@ from shared_core.system.jobdir import JobDir
 from shared_core.waiting import Wait, ranks_text
 
 
-class Roster:
-    """The ranks of one machine in one attempt.
+class MachineWorkers:
+    """The workers that hold the ranks of one machine in one attempt: starts and kills them.
 
     Attributes:
         failed: ranks that no worker holds now.
         missing: ranks whose first worker does not run yet.
         pids: pid of the newest worker, by local rank.
+        due: (``time.monotonic()``, local rank) of the replacements that are to be started.
+
+    ``tick_s``: how often they are looked at while they are being killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: WorkerPool, starter: Starter, spares: Spares, wakeup: Wakeup, tick_s: float) -> None:
+        self.pool, self.starter, self.spares, self._wakeup, self._tick_s = pool, starter, spares, wakeup, tick_s
         self.failed: set[int] = set()
         self.missing: set[int] = set()
         self.pids: dict[int, int] = {}
-        self._due: list[tuple[float, int]] = []
+        self.due: list[tuple[float, int]] = []
 
     def begin(self, ranks: Iterable[int]) -> None:
         self.failed, self.missing = set(), set(ranks)
-        self.forget_due()
+        self.due.clear()
 
     def lose(self, failed: Iterable[int]) -> None:
         self.failed.update(failed)
@@ -58,48 +62,28 @@ class Roster:
         self.pids[one.local_rank] = one.pid
 
     @property
-    def due(self) -> list[tuple[float, int]]:
-        """(``time.monotonic()``, local rank) of the replacements that are to be started."""
-        return list(self._due)
+    def complete(self) -> bool:
+        return not self.failed and not self.missing
 
     def replace_in(self, delay_s: float, local_rank: int) -> None:
-        self._due.append((time.monotonic() + delay_s, local_rank))
+        self.due.append((time.monotonic() + delay_s, local_rank))
 
     def replace_all(self, places: Mapping[int, int]) -> None:
         """Start replacements of all failed ranks now, unless due already. ``places``: local rank of each rank."""
-        waiting = {place for _, place in self._due}
+        waiting = {place for _, place in self.due}
         for rank in sorted(self.failed & places.keys()):
             if places[rank] not in waiting:
                 self.replace_in(0.0, places[rank])
-
-    def take_due(self) -> list[int]:
-        """Local ranks whose time has come."""
-        now = time.monotonic()
-        taken = [entry for entry in self._due if entry[0] <= now]
-        self._due = [entry for entry in self._due if entry not in taken]
-        return [place for _, place in taken]
-
-    def forget_due(self) -> None:
-        self._due.clear()
-
-
-class MachineWorkers:
-    """Starts and kills workers. ``tick_s``: how often they are looked at while they are being killed."""
-
-    def __init__(self, pool: WorkerPool, starter: Starter, spares: Spares, wakeup: Wakeup, tick_s: float) -> None:
-        self.pool, self.starter, self.spares, self._wakeup, self._tick_s = pool, starter, spares, wakeup, tick_s
-        self.roster = Roster()
-
-    @property
-    def complete(self) -> bool:
-        return not self.roster.failed and not self.roster.missing
 
     def start(self, local_rank: int, start: AttemptStart) -> None:
         if self.spares.start(local_rank, start):
             self._wakeup.tell()  # its process is there
 
     def start_due(self, start: AttemptStart) -> None:
-        for local_rank in self.roster.take_due():
+        now = time.monotonic()
+        taken = [entry for entry in self.due if entry[0] <= now]
+        self.due = [entry for entry in self.due if entry not in taken]
+        for _, local_rank in taken:
             self.start(local_rank, start)
 
     def kill_ranks(self, killed: Collection[int], cause: str) -> None:
@@ -109,14 +93,14 @@ class MachineWorkers:
 
     def let_go(self, absent: Collection[int]) -> None:
         """These ranks are not needed any more, nor are replacements on their way."""
-        self.roster.forget_due()
+        self.due.clear()
         self.pool.cancel_starts()
         self.kill_ranks(absent, CANCELLED)
 
     def kill_all(self) -> None:
         """SIGKILL to every worker, also those being forked; returns when all are reaped."""
         pool = self.pool
-        self.roster.forget_due()
+        self.due.clear()
         self.spares.clear()
         pool.cancel_starts()
         # No time limit: a process that hangs in a file system cannot be killed, and its place must not be taken twice.
@@ -266,11 +250,11 @@ class Attempts:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def announce(self, one: LiveWorker) -> None:
-        self.workers.roster.arrived(one)
+        self.workers.arrived(one)
         self._job_reporter.console_reporter.replacement(one.rank, one.pid)
         if one.incarnation:
             self._job_reporter.replacement(one)
-        elif not self.workers.roster.missing:
+        elif not self.workers.missing:
             self.tell_start()
         if self.phase is AgentPhase.ENDING and one.cause == CANCELLED:
             one.kill(CANCELLED)
@@ -280,7 +264,7 @@ class Attempts:
         self._job_reporter.start(self.workers.pool.live.values(), self.workers.starter.config)
 
     def start_due(self) -> None:
-        if self.workers.roster.due:
+        if self.workers.due:
             self.workers.start_due(self._in_what())
 
     def close(self) -> None:
@@ -304,7 +288,7 @@ class Attempts:
         self.workers.starter.open_logs(mine)
         self._attempt = attempt = self._alone() if membership is None else self._in_team(membership)
         self._job_reporter.begins(attempt, self.places)
-        self.workers.roster.begin(mine)
+        self.workers.begin(mine)
         if membership is not None:
             membership.fetch(attempt.ledger, mine, self.number)
             for rank in mine:
@@ -339,7 +323,7 @@ class Attempts:
         return attempt
 
     def _replace(self, _: Happened) -> None:
-        self.workers.roster.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
+        self.workers.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:

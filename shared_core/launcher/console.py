@@ -199,7 +199,7 @@ class ConsoleReporter:
                 whence = f", {change.whence}"
             there_were = f"there {'was' if change.before == 1 else 'were'} {change.before}" if change.before else ""
             self._say(
-                f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
+                f"{change.what} after {when - change.detected:.2f} s{whence}; {count(lost, 'step')} lost "
                 f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
             )
             done = (when - change.detected, lost, boundary)
@@ -313,10 +313,6 @@ def listed(words: Sequence[str]) -> str:
 
 def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def steps(number: int) -> str:
-    return count(number, "step")
 
 
 def host_of(machine: str) -> str:

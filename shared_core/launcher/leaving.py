@@ -176,7 +176,7 @@ class PlannedLeaves:
         if not dead or not self.machine or self._machines is None or self._attempts.phase is not AgentPhase.RUNNING:
             return False
         workers = self._attempts.workers
-        workers.roster.lose(one.rank for one, _ in dead)
+        workers.lose(one.rank for one, _ in dead)
         for one in workers.pool.live.values():
             one.kill(f"drained: {self.machine}")
         if not workers.pool.live and not workers.pool.starting:

@@ -49,14 +49,14 @@ class Resizes:
             return
         resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
         late = resizing.late(time.monotonic())
-        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.workers.roster.failed)
+        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.workers.failed)
         if not late or not stay or attempts.phase is not AgentPhase.RUNNING:
             return
         limit_s = self._config.resize.replace_timeout_s
         why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
         console(f"{why}: the others continue without {'it' if len(late) == 1 else 'them'}")
         if self._begin(stay, len(stay)):
-            attempts.workers.roster.lose(late)
+            attempts.workers.lose(late)
             attempts.workers.kill_ranks(late, why)
 
     def _begin(self, stay: list[int], target: int) -> bool:

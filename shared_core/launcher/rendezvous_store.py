@@ -216,7 +216,7 @@ class Register:
         except RendezvousStateError as error:
             raise damaged(self._key, f"it is not encoded ({error.__cause__})", ADVICE) from None
         while True:
-            document = None if state is None else self._decode(state[0])
+            document = None if state is None else read_document(state[0], self._key)
             wanted = how(document)
             if wanted is None:
                 return document
@@ -227,6 +227,3 @@ class Register:
                 return wanted
             else:
                 state = answer[:2]
-
-    def _decode(self, raw: bytes) -> dict[str, Any]:
-        return read_document(raw, self._key)
