@@ -54,11 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_run(path: Path, wanted: str | None) -> Chosen:
     """The run that is meant; says on stderr how many lines cannot be read. ``wanted``: beginning of the run's id; the
-    newest run if None.
-
-    Raises:
-        NoEvents: the file cannot be read, or holds no event.
-        ConfigError: no run is meant, or several are.
+    newest run if None. Raises NoEvents for a file without events, ConfigError if no run is meant, or several are.
     """
     torn: list[str] = []
     try:

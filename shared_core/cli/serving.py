@@ -34,11 +34,8 @@ def add_flags(flag: Callable[..., None]) -> None:
 
 class Servers:
     """Takes the ports that the options name, at once; what they serve comes later. ``events``: path of
-    ``events.jsonl``, from which most is known.
-
-    Raises:
-        ConfigError: a port is taken, or no events are written.
-        MissingExtra: ``prometheus_client`` is not installed.
+    ``events.jsonl``, from which most is known. Raises ConfigError where a port is taken or no events are written,
+    MissingExtra without ``prometheus_client``.
     """
 
     def __init__(self, config: SwiftConfig, events: str | None) -> None:

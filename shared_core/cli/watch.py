@@ -18,8 +18,7 @@ from shared_core.protocol.leaving import AGREED, ANSWER_BYTES, LEAVE
 from shared_core.system.jobdir import AGENT, Card, jobs_here
 from shared_core.transport import local
 from shared_core.watch.follower import Follower
-from shared_core.watch.screen import drawn, need_rich
-from shared_core.watch.text import format_jobs, format_view
+from shared_core.watch.text import drawn, format_jobs, format_view, need_rich
 from shared_core.watch.view import JobView
 
 JOB = (
@@ -105,24 +104,15 @@ def _views(follower: Follower, every_s: float) -> Iterator[JobView]:
 
 
 def _follower(job: str | None) -> Follower:
-    """Follows the job that is meant.
-
-    Raises:
-        ConfigError: none is meant, or several are.
-        SwiftError: no job runs on this machine.
-        OSError: the file of events cannot be read.
-    """
+    """Follows the job that is meant. Raises as :func:`job_folder`; OSError if the file of events cannot be read."""
     if job is not None and (path := Path(job)).exists():
         return _of_file(path, list(jobs_here()))
     return Follower(job_folder(job))
 
 
 def job_folder(job: str | None) -> Path:
-    """The private folder of the job that is meant, on this machine.
-
-    Raises:
-        ConfigError: none is meant, or several are.
-        SwiftError: no job runs on this machine.
+    """The private folder of the job that is meant, on this machine. Raises ConfigError if none is meant, or several
+    are; SwiftError if no job runs here.
     """
     here = list(jobs_here())
     meant = [(folder, card) for folder, card in here if job is None or _is_meant(card, job)]

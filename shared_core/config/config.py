@@ -261,10 +261,8 @@ def variable_of(name: str) -> str:
 
 
 def full_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by full name, as given in sections or by full name.
-
-    Raises:
-        ConfigError: for an unknown option, with the closest known one; or they are no mapping.
+    """Options by full name, as given in sections or by full name. Raises ConfigError for an unknown option, with the
+    closest known one, and for what is no mapping.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"options must be a mapping of names to values, not {type(values).__name__}: {values!r:.100}")
@@ -317,12 +315,7 @@ def _build(values: Mapping[str, Any]) -> SwiftConfig:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The mapping that a ``.json`` or YAML file holds.
-
-    Raises:
-        ConfigError: it cannot be read or holds something else.
-        MissingExtra: for YAML when PyYAML is not installed.
-    """
+    """The mapping that a ``.json`` or YAML file holds. ConfigError if it cannot be read, and as :func:`parse`."""
     try:
         with open_regular(path) as file:
             text = file.read().decode()
@@ -334,11 +327,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, source: str, *, is_json: bool) -> dict[str, Any]:
-    """The mapping that a text holds; errors name ``source``.
-
-    Raises:
-        ConfigError: it holds something else.
-        MissingExtra: for YAML when PyYAML is not installed.
+    """The mapping that a text holds; errors name ``source``. Raises ConfigError if it holds something else,
+    MissingExtra for YAML without PyYAML.
     """
     try:
         loaded = json.loads(text) if is_json else _parse_yaml(text, source)

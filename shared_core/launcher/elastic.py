@@ -23,11 +23,8 @@ from shared_core.protocol.failure_policy import AS_ANY
 
 
 def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
-    """Does not return; ``failures`` are by rank.
-
-    Raises:
-        ChildFailedError: which the interpreter prints as a table.
-        SystemExit: if the console has already said all that the table would say.
+    """Raises ChildFailedError, which the interpreter prints as a table; SystemExit if the console has already said all
+    that the table would say. ``failures`` are by rank.
     """
     for failure in failures.values():
         failure.message = _shown(failure.message)

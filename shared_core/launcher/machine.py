@@ -66,7 +66,7 @@ class MachineMembership:
     # -- what the rendezvous asks of this machine ---------------------------------------------------------------------
 
     def listen(self, address: str) -> int:
-        """See :class:`Listener`. Takes all of this machine's ports."""
+        """See :class:`GatheringListener`. Takes all of this machine's ports."""
         if self._server is None:
             ports = self.rendezvous.ports
             if ports.store:
@@ -84,7 +84,7 @@ class MachineMembership:
             raise StoreError(f"the job's store at {machine} cannot be reached: {error}") from error
 
     def fence(self, reason: str) -> None:
-        """See :class:`Listener`. Also cuts the main thread's connection to the store."""
+        """See :class:`GatheringListener`. Also cuts the main thread's connection to the store."""
         self._stop_workers()
         if self.rendezvous.keeper:
             sever(wire.place_of(self.rendezvous.keeper)[1])  # the agent's main thread may be waiting there

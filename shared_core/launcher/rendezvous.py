@@ -103,11 +103,8 @@ class GatheringListener(Protocol):
         """Answer agents that know the job's secret; returns the port at this address."""
 
     def connect(self, machine: str) -> Store:
-        """The job's store on that machine; its waits have no time-out.
-
-        Raises:
-            StoreError: it cannot be reached.
-            NotAuthenticated: who answers there does not know the job's secret.
+        """The job's store on that machine; its waits have no time-out. Raises StoreError if it cannot be reached,
+        NotAuthenticated if who answers there does not know the job's secret.
         """
 
     def pause(self, seconds: float) -> None:
@@ -201,12 +198,8 @@ class SwiftRendezvousHandler(KeptRendezvous):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others; return when this machine has a place, which for a spare machine may be never.
-
-        Raises:
-            JobOver: if the job ends before.
-            RendezvousTimeoutError: if the others do not come.
-            ConfigError: if the job has enough machines.
+        """Meet the others; return when this machine has a place, which for a spare machine may be never. Raises as
+        :meth:`_gather`; ConfigError also if the job has enough machines.
         """
         while True:
             self.close()

@@ -302,10 +302,7 @@ class History:
 def history_of(events: Sequence[Event]) -> History:
     """The history of a run, from its events in the order of their file; see :func:`shared_core.events.by_run`.
 
-    Whatever was not said, because its writer was killed, is left out.
-
-    Raises:
-        ValueError: there are no events.
+    Whatever was not said, because its writer was killed, is left out. Raises ValueError if there are no events.
     """
     if not events:
         raise ValueError("there are no events")
