@@ -9,11 +9,12 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from shared_core.events import visible
 from shared_core.kinds import LONGEST_S, Number, Whole
+from shared_core.versions import installed
 
 #: More workers on a machine than any has; each is a process.
 _WORKERS = 4096
@@ -96,11 +97,8 @@ class _Wide(argparse.HelpFormatter):
 
 class _TellVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        try:
-            found = version(DISTRIBUTION)
-        except PackageNotFoundError:  # the sources of a checkout, which nobody has installed
-            found = "(not installed)"
-        print(parser.prog.split()[0], found)
+        # The sources of a checkout may not be installed.
+        print(parser.prog.split()[0], installed(DISTRIBUTION) or "(not installed)")
         parser.exit(0)
 
 

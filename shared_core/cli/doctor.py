@@ -14,12 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from shared_core.cli.arguments import DISTRIBUTION, one_line
 from shared_core.errors import SwiftError
 from shared_core.system.jobdir import MEMORY
+from shared_core.versions import installed
 
 _GIB = 1 << 30
 #: Packages beside torch that recovery is made for; none of them is needed.
@@ -89,10 +89,9 @@ def _system() -> Iterator[Finding]:
     found = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield _judged("system", sys.platform == "linux", found, "use Linux: nothing else is supported", "bad")
     yield Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})")
-    try:
-        yield Finding(DISTRIBUTION, "ok", version(DISTRIBUTION))
-    except PackageNotFoundError:
-        yield Finding(DISTRIBUTION, "warning", "the sources of a checkout, not installed", "pip install -e .")
+    ours = installed(DISTRIBUTION)
+    checkout = "the sources of a checkout, not installed"
+    yield _judged(DISTRIBUTION, ours is not None, ours or checkout, "pip install -e .")
     yield Finding("processors", "ok", f"{len(os.sched_getaffinity(0))} for this process")
 
 
@@ -124,10 +123,7 @@ def _torch() -> Iterator[Finding]:
 
 def _frameworks() -> Iterator[Finding]:
     for name in _FRAMEWORKS:
-        try:
-            yield Finding(name, "ok", version(name))
-        except PackageNotFoundError:
-            yield Finding(name, "ok", "not installed")
+        yield Finding(name, "ok", installed(name) or "not installed")
 
 
 def _memory() -> Iterator[Finding]:

@@ -7,7 +7,6 @@ import platform
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from shared_core.protocol.generation import CauseKind, Entry
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import Card
 from shared_core.system.process import begun
+from shared_core.versions import installed
 
 
 class JobReporter:
@@ -202,14 +202,6 @@ _PACKAGES = ("torch", "swift-recovery")
 
 def facts() -> dict[str, Any]:
     """This machine's name, the processors that this process may use, and versions of what is installed."""
-    found: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = {name: found for name in _PACKAGES if (found := installed(name)) is not None}
+    cpus = len(os.sched_getaffinity(0))
+    return {"host": socket.gethostname(), "cpus": cpus, "python": platform.python_version()} | packages

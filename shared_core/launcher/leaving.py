@@ -180,7 +180,7 @@ class PlannedLeaves:
         for one in workers.pool.live.values():
             one.kill(f"drained: {self.machine}")
         if not workers.pool.live and not workers.pool.starting:
-            self._machines.hand_over(self.machine)
+            self._machines.look(leaves=self.machine)
         return True
 
     def _tell(self, one: LiveWorker, why: str) -> None:

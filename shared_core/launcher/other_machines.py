@@ -129,16 +129,12 @@ class OtherMachines:
         if self._attempts.phase.trains:
             self.membership.check(self._attempts.now.ledger)
 
-    def hand_over(self, why: str) -> None:
-        """All workers of this machine have left: give its place to a spare one."""
-        self._answer(self.membership.replace_machines(self._attempts.now, self._nproc, self._resizing, leaves=why))
-
-    def look(self) -> None:
-        """Give the places of failed machines away, or continue with another number of machines."""
-        self._answer(self.membership.replace_machines(self._attempts.now, self._nproc, self._resizing))
-
-    def _answer(self, entry: Entry | None) -> None:
+    def look(self, leaves: str = "") -> None:
+        """Give the places of failed machines away, or continue with another number of machines. ``leaves``: why all
+        workers of this machine have left; its place is given away too.
+        """
         attempts = self._attempts
+        entry = self.membership.replace_machines(attempts.now, self._nproc, self._resizing, leaves=leaves)
         if entry is None:
             return
         self._resizes.note(entry)
