@@ -193,10 +193,6 @@ class SwiftRendezvousHandler(KeptRendezvous):
     def get_backend(self) -> str:
         return self._register.backend
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others; return when this machine has a place, which for a spare machine may be never. Raises as
         :meth:`_gather`; ConfigError also if the job has enough machines.
