@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
@@ -17,7 +17,7 @@ from shared_core.events import console
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
 from shared_core.protocol import worker_messages as said
-from shared_core.protocol.codec import Count, decode
+from shared_core.protocol.codec import Count, decode, dumps
 from shared_core.protocol.failure_policy import Death
 from shared_core.protocol.generation import Cause, Entry, EntryKind
 from shared_core.protocol.preparing import place_key
@@ -310,22 +310,20 @@ class Attempt:
 
     def tell(self, slot: int, queue: str, value: Any) -> None:
         """Tell the agent at another machine's place something: a dataclass, in one of its queues."""
-        self._client.queue_push(self.key(f"{queue}/{slot}"), json.dumps(asdict(value)))
+        self._client.queue_push(self.key(f"{queue}/{slot}"), dumps(value))
         self._client.queue_push(self.key(f"{WORDS}/{slot}"), queue)
 
     def with_others(self, mine: Mapping[int, Steps]) -> dict[int, Steps]:
         """The times of the last steps of this machine's ranks, and of those of the others; tells these."""
         if self._slots == 1:
             return dict(mine)
-        rows = [[rank, number, list(parts)] for rank, steps in mine.items() for number, parts in steps.items()]
-        self._client.set(self.key(f"steps/{self._slot}"), json.dumps(rows))
+        self._client.set(self.key(f"steps/{self._slot}"), dumps(mine))
         found: dict[int, Steps] = dict(mine)
         for slot in set(range(self._slots)) - {self._slot}:
             key = self.key(f"steps/{slot}")
             with suppress(DamagedRecord):
-                told = self._client.get(key) if self._client.check([key]) else b"[]"
-                for rank, number, parts in decode(told, list[tuple[Count, Count, list[float]]], key):
-                    found[rank] = {**found.get(rank, {}), number: parts}
+                told = self._client.get(key) if self._client.check([key]) else b"{}"
+                found |= decode(told, dict[Count, dict[Count, list[float]]], key)
         return found
 
     def give_place(self, rank: int, incarnation: int) -> None:
