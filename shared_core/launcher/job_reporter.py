@@ -111,6 +111,7 @@ class JobReporter:
 
     def failed(self, one: LiveWorker, death: Death, *, continues: bool) -> None:
         planned = death.kind is CauseKind.PLANNED
+        words = last_words(death.error.trace if death.error is not None else "", one.request.stderr)
         self.emit(
             "drained" if planned else "failed",
             rank=death.rank,
@@ -120,7 +121,7 @@ class JobReporter:
             incarnation=one.incarnation,
             exit_code=death.exit_code,
             boundaries=death.boundaries,
-            **({"last_words": words} if (words := last_words(death.error_file, one.request.stderr)) else {}),
+            **({"last_words": words} if words else {}),
         )
         self.console_reporter.failed(
             death.rank, death.cause, death.detected, death.pid, continues=continues, planned=planned
