@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.common import Row, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.recovery_traces import Traces
-from shared_core.cli.drain import ask
+from shared_core.cli.watch import ask
 from shared_core.events import read_events
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")

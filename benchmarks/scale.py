@@ -35,7 +35,6 @@ from shared_core.protocol.generation import Entry, generation_key, plan_key
 from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import AGENT
-from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.agreement import Agreement
@@ -106,8 +105,8 @@ def worker(rank: int, incarnation: int, world_size: int, folder: Path, heard: An
     frontiers: Any = SimulatedFrontiers(env)
     context: Any = SimpleNamespace(env=env, runtime=groups, lifecycle=life)
     agreement = Agreement(context, frontiers)
-    blocks = Below(connect_store(FOREVER_S, env), env.prefix)
-    store = Below(connect_store(FOREVER_S, env), env.prefix) if incarnation else blocks
+    blocks = connect_store(FOREVER_S, env).below(env.prefix)
+    store = connect_store(FOREVER_S, env).below(env.prefix) if incarnation else blocks
     if not incarnation:
         agreement.hear(store, 0)
         heard.put((0.0, os.getpid(), time.process_time()))

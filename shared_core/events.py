@@ -107,10 +107,8 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str) -> Event:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: it is not an event, or what it says is of another type than this product writes.
+        """Inverse of :meth:`to_json`. Raises ValueError for what is no event, or says something of another type than
+        this product writes.
         """
         try:
             raw = parse(line)
@@ -171,10 +169,7 @@ def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> 
     """Events of a file in order; lines that cannot be read are left out.
 
     A line is torn where its writer was killed or the disk was full. What the next writer has appended to it is read.
-    ``torn``: gets the lines that could not be read in full.
-
-    Raises:
-        OSError: the file cannot be read, or is no regular file.
+    ``torn``: gets the lines that could not be read in full. OSError if it cannot be read, or is no regular file.
     """
     with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
         for line in file:

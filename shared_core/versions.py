@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import importlib
+import importlib.metadata
 import inspect
 import re
 import sys
@@ -31,6 +32,14 @@ class Tested:
 
     def __str__(self) -> str:
         return f"{self.framework} {self.first}" + (f" to {self.last}" if self.last != self.first else "")
+
+
+def installed(distribution: str) -> str | None:
+    """Its version; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_version(tested: Tested, names: Iterable[tuple[str, str]]) -> None:

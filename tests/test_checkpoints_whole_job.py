@@ -11,7 +11,7 @@ import pytest
 from checkpointed import Running, committed, continued_from, finished, options, running
 from harness import Jobs
 
-from shared_core.protocol.keys import ENDING
+from shared_core.protocol.worker_messages import ENDING
 from tests.support.runner import JobResult, compare
 
 SCRIPT, ARGS = "plain_ddp.py", ["--norm", "--steps", "240"]

@@ -16,7 +16,7 @@ from etcd_server import Etcd, needs_etcd
 from harness import SCRIPTS, Jobs
 
 from shared_core.checkpoint.spool import FOLDER, Spool
-from shared_core.cli.drain import ask
+from shared_core.cli.watch import ask
 from shared_core.errors import SwiftError
 from shared_core.faults import Fault
 from tests.support.cluster import Cluster, alive

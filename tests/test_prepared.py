@@ -17,7 +17,7 @@ from harness import Jobs
 from shared_core.config import SwiftConfig
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.protocol.preparing import RESERVE_BYTES, RETRY_S, Measured, decide, next_rank, order, retry_s
-from shared_core.system.memory import machine_bytes, private_bytes
+from shared_core.system.process import machine_bytes, private_bytes
 from tests.support.report import AWAIT
 from tests.support.runner import JobResult, check_survivors, compare, unconfirmed
 

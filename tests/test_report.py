@@ -22,11 +22,9 @@ from shared_core.cli import swiftctl
 from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
 from shared_core.faults import Fault
-from shared_core.report.history import History, goodput, history_of
-from shared_core.report.lives import Doing, LifeSpan
+from shared_core.report.history import Doing, History, LifeSpan, PartKind, goodput, history_of, parts
 from shared_core.report.metrics import read_curve, thinned
 from shared_core.report.page import to_page
-from shared_core.report.parts import PartKind, parts
 from shared_core.report.saved import savings
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -11,8 +11,7 @@ import pytest
 from shared_core.events import Event, EventLog
 from shared_core.launcher.logs import last_words
 from shared_core.protocol.progress_file import Pace, ProgressFile, read_pace
-from shared_core.system.card import Card, is_held, jobs_here
-from shared_core.system.jobdir import JobDir
+from shared_core.system.jobdir import Card, JobDir, is_held, jobs_here
 from shared_core.watch.follower import FileTail, Follower
 from shared_core.watch.text import format_view
 from shared_core.watch.view import JobView, Live, kind_of, view_of
@@ -117,14 +116,12 @@ def test_what_a_job_tells_of_itself() -> None:
 def test_what_a_failed_worker_said_last(tmp_path: Path) -> None:
     failed = at(5.0, "failed", 1, cause="ValueError: no (at a.py:3)", detected=BEGUN + 5.0, pid=101, last_words="a\nb")
     assert view_of([FAILURE[0], failed], live(6.0)).failures[0].last_words == "a\nb"
-    error, log = tmp_path / "error.json", tmp_path / "stderr.log"
-    error.write_text(
-        json.dumps({"message": {"extraInfo": {"py_callstack": "Traceback\n" + "x\n" * 20 + "ValueError: no"}}})
-    )
+    log = tmp_path / "stderr.log"
     log.write_text("".join(f"line {number}\n" for number in range(2000)))
-    assert last_words(str(error), str(log)).splitlines() == ["x"] * 11 + ["ValueError: no"]
+    trace = "Traceback\n" + "x\n" * 20 + "ValueError: no"
+    assert last_words(trace, str(log)).splitlines() == ["x"] * 11 + ["ValueError: no"]
     assert last_words("", str(log)).splitlines() == [f"line {number}" for number in range(1988, 2000)]
-    assert last_words("", "") == last_words(str(tmp_path / "absent"), "") == ""
+    assert last_words("", "") == last_words("", str(tmp_path / "absent")) == ""
 
 
 def test_what_only_the_machine_shows() -> None:

@@ -9,11 +9,12 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from shared_core.events import visible
 from shared_core.kinds import LONGEST_S, Number, Whole
+from shared_core.versions import installed
 
 #: More workers on a machine than any has; each is a process.
 _WORKERS = 4096
@@ -96,11 +97,8 @@ class _Wide(argparse.HelpFormatter):
 
 class _TellVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        try:
-            found = version(DISTRIBUTION)
-        except PackageNotFoundError:  # the sources of a checkout, which nobody has installed
-            found = "(not installed)"
-        print(parser.prog.split()[0], found)
+        # The sources of a checkout may not be installed.
+        print(parser.prog.split()[0], installed(DISTRIBUTION) or "(not installed)")
         parser.exit(0)
 
 
@@ -157,20 +155,15 @@ def workers(text: str) -> str:
     return text
 
 
-def streams(text: str) -> str:
-    """``--redirects`` and ``--tee``: 0 to 3, or RANK:0 to RANK:3; stays text."""
-    if not re.fullmatch(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*", text):
-        raise argparse.ArgumentTypeError(
-            f"must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or such by rank as 0:1,1:3, got {text!r}"
-        )
-    return text
+def _matching(pattern: str, wanted: str) -> Callable[[str], str]:
+    """The ``type`` of an argument that stays text."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
+        return text
 
-def ranks(text: str) -> str:
-    """``--local-ranks-filter``; stays text."""
-    if text and not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
-        raise argparse.ArgumentTypeError(f"must be a list of local ranks such as 0,1, got {text!r}")
-    return text
+    return check
 
 
 def signals(text: str) -> str:
@@ -215,6 +208,10 @@ def logs_specs(text: str) -> str:
     return text
 
 
+_STREAMS = _matching(
+    "[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*",
+    "0 (none), 1 (stdout), 2 (stderr), 3 (both), or such by rank as 0:1,1:3",
+)
 #: Types of torchrun's flags, which torchrun reads later or not at all.
 TORCHRUN: dict[str, Callable[[str], Any]] = {
     "nnodes": machines,
@@ -224,9 +221,9 @@ TORCHRUN: dict[str, Callable[[str], Any]] = {
     "monitor_interval": number(above=True),
     "event_log_handler": event_handler,
     "logs_specs": logs_specs,
-    "redirects": streams,
-    "tee": streams,
-    "local_ranks_filter": ranks,
+    "redirects": _STREAMS,
+    "tee": _STREAMS,
+    "local_ranks_filter": _matching("([0-9]+(,[0-9]+)*)?", "a list of local ranks such as 0,1"),
     "node_rank": whole(),
     "master_port": whole(0, 65535),
     "signals_to_handle": signals,

@@ -21,7 +21,6 @@ from shared_core.report.text import columns, in_bytes
 
 
 def add_command(commands: Any) -> None:
-    """Add it to the subcommands of ``swiftctl``."""
     parser = commands.add_parser(
         "checkpoints",
         help="list and verify checkpoints, and say what the next start of each command does",

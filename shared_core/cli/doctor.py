@@ -14,12 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from shared_core.cli.arguments import DISTRIBUTION, one_line
 from shared_core.errors import SwiftError
 from shared_core.system.jobdir import MEMORY
+from shared_core.versions import installed
 
 _GIB = 1 << 30
 #: Packages beside torch that recovery is made for; none of them is needed.
@@ -28,6 +28,9 @@ _FRAMEWORKS = ("lightning", "accelerate", "transformers", "deepspeed")
 _FEW_FILES, _SOME_FILES = 128, 1024
 #: The clocks of this machine and of its file system may differ by so much, in seconds.
 _CLOCKS_S = 5.0
+
+
+Verdict = Literal["ok", "warning", "bad"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,17 @@ class Finding:
     """
 
     what: str
-    verdict: Literal["ok", "warning", "bad"]
+    verdict: Verdict
     found: str
     remedy: str = ""
 
 
+def _judged(what: str, good: bool, found: str, remedy: str, otherwise: Verdict = "warning") -> Finding:
+    """The remedy is for what is not good."""
+    return Finding(what, "ok" if good else otherwise, found, "" if good else remedy)
+
+
 def add_command(commands: Any) -> None:
-    """Add the command to the parser's."""
     parser = commands.add_parser(
         "doctor",
         help="check whether training can survive a failure on this machine",
@@ -80,13 +87,11 @@ def examine() -> Iterator[Finding]:
 
 def _system() -> Iterator[Finding]:
     found = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    linux = sys.platform == "linux"
-    yield Finding("system", "ok" if linux else "bad", found, "" if linux else "use Linux: nothing else is supported")
+    yield _judged("system", sys.platform == "linux", found, "use Linux: nothing else is supported", "bad")
     yield Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})")
-    try:
-        yield Finding(DISTRIBUTION, "ok", version(DISTRIBUTION))
-    except PackageNotFoundError:
-        yield Finding(DISTRIBUTION, "warning", "the sources of a checkout, not installed", "pip install -e .")
+    ours = installed(DISTRIBUTION)
+    checkout = "the sources of a checkout, not installed"
+    yield _judged(DISTRIBUTION, ours is not None, ours or checkout, "pip install -e .")
     yield Finding("processors", "ok", f"{len(os.sched_getaffinity(0))} for this process")
 
 
@@ -106,12 +111,8 @@ def _torch() -> Iterator[Finding]:
     except SwiftError as error:
         yield Finding("torch", "bad", one_line(error), "install one of the tested versions")
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding(
-        "gloo",
-        "ok" if gloo else "bad",
-        "is there" if gloo else "is not in this torch",
-        "" if gloo else "install a torch that has it",
-    )
+    there = "is there" if gloo else "is not in this torch"
+    yield _judged("gloo", gloo, there, "install a torch that has it", "bad")
     if torch.cuda.is_available():
         yield Finding(
             "GPUs", "warning", f"{torch.cuda.device_count()}", "recovery on GPUs is experimental: docs/devices.md"
@@ -122,10 +123,7 @@ def _torch() -> Iterator[Finding]:
 
 def _frameworks() -> Iterator[Finding]:
     for name in _FRAMEWORKS:
-        try:
-            yield Finding(name, "ok", version(name))
-        except PackageNotFoundError:
-            yield Finding(name, "ok", "not installed")
+        yield Finding(name, "ok", installed(name) or "not installed")
 
 
 def _memory() -> Iterator[Finding]:
@@ -136,37 +134,26 @@ def _memory() -> Iterator[Finding]:
         )
     else:
         free = shutil.disk_usage(MEMORY).free
-        few = free < _GIB
         remedy = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
-        yield Finding(MEMORY, "warning" if few else "ok", f"{free / _GIB:.1f} GiB free", remedy if few else "")
+        yield _judged(MEMORY, free >= _GIB, f"{free / _GIB:.1f} GiB free", remedy)
     folder = tempfile.gettempdir()
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")
         file.flush()
         apart = abs(os.fstat(file.fileno()).st_mtime - time.time())
     yield Finding("TMPDIR", "ok", f"{folder}, {shutil.disk_usage(folder).free / _GIB:.1f} GiB free")
-    late = apart > _CLOCKS_S
-    yield Finding(
-        "clock",
-        "warning" if late else "ok",
-        f"{apart:.1f} s apart from that of {folder}",
-        "synchronise the clocks (NTP)" if late else "",
-    )
+    found = f"{apart:.1f} s apart from that of {folder}"
+    yield _judged("clock", apart <= _CLOCKS_S, found, "synchronise the clocks (NTP)")
 
 
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    verdict: Literal["ok", "warning", "bad"] = "bad" if soft < _FEW_FILES else "warning" if soft < _SOME_FILES else "ok"
-    yield Finding("open files", verdict, f"at most {soft}", "" if verdict == "ok" else f"ulimit -n {min(hard, 65536)}")
+    verdict: Verdict = "bad" if soft < _FEW_FILES else "warning"
+    yield _judged("open files", soft >= _SOME_FILES, f"at most {soft}", f"ulimit -n {min(hard, 65536)}", verdict)
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     unlimited = soft == resource.RLIM_INFINITY
-    few = not unlimited and soft < _SOME_FILES
-    yield Finding(
-        "processes",
-        "warning" if few else "ok",
-        "no limit" if unlimited else f"at most {soft}",
-        "ulimit -u 4096" if few else "",
-    )
+    found = "no limit" if unlimited else f"at most {soft}"
+    yield _judged("processes", unlimited or soft >= _SOME_FILES, found, "ulimit -u 4096")
 
 
 def _network() -> Iterator[Finding]:

@@ -53,11 +53,7 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
 
 
 def check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
-    """Can the folders and files of the options be there?
-
-    Raises:
-        ConfigError: one cannot.
-    """
+    """Raises ConfigError for an option whose folder or file cannot be there."""
     if config.checkpoint.history is not None:
         check_regular(f"checkpoint.history={config.checkpoint.history!r}", config.checkpoint.history)
     for option in ("checkpoint.dir", "checkpoint.resume_from"):

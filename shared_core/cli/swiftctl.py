@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from shared_core.cli import checkpoints, doctor, drain, lab, report, watch
+from shared_core.cli import checkpoints, doctor, report, watch
 from shared_core.cli.arguments import Parser, one_line
-from shared_core.cli.event_files import add_arguments, read_run
 from shared_core.errors import ConfigError, SwiftError
-from shared_core.report.timeline import ended, format_recoveries, format_timeline, recoveries
+
+#: The clone, where these files are in one.
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = "plan, plan-logging, simulate, policy"
+
+
+def _add_lab(commands: Any) -> None:
+    """Add ``lab`` to the commands of ``swiftctl``: with those of ``benchmarks/lab`` in a clone; elsewhere each of them
+    ends with one line that says what it needs.
+    """
+    lab = commands.add_parser(
+        "lab",
+        help="plan, compare and simulate: for who chooses options of large jobs, or checks the papers",
+        description="Plan, compare and simulate, without a job. These commands need a clone of the repository.",
+    )
+    missing = f"COMMAND is missing: {COMMANDS}"
+    if (ROOT / "benchmarks" / "lab" / "__init__.py").is_file():
+        if sys.path[0] != str(ROOT):  # before a package of that name in the current folder
+            sys.path.insert(0, str(ROOT))
+        lab.set_defaults(run=lambda _: lab.error(missing))
+        importlib.import_module("benchmarks.lab").add_commands(lab.add_subparsers(metavar="COMMAND"))
+    else:
+        lab.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help=COMMANDS)
+        lab.set_defaults(run=lambda options: _refuse(options.words[0]) if options.words else lab.error(missing))
+
+
+def _refuse(command: str) -> NoReturn:
+    raise ConfigError(
+        f"swiftctl lab {command} needs a clone of the repository, and this is an installed package: run "
+        "pip install -e . in a clone, and try again"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,38 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     commands: Any = parser.add_subparsers(metavar="COMMAND")
     watch.add_command(commands)
     doctor.add_command(commands)
-    events = commands.add_parser(
-        "events",
-        help="print the failures and recoveries of a job",
-        description="Print one row for each recovery of a job's newest run.",
-    )
-    add_arguments(events)
-    events.add_argument("--all", action="store_true", help="print every event too")
-    events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
-    events.set_defaults(run=_events)
-    drain.add_command(commands)
+    report.add_events(commands)
+    watch.add_drain(commands)
     report.add_command(commands)
     checkpoints.add_command(commands)
-    lab.add_command(commands)
+    _add_lab(commands)
     return parser
-
-
-def _events(options: argparse.Namespace) -> int:
-    chosen = read_run(options.file, options.wanted)
-    grouped = recoveries(chosen.events)
-    if options.json:
-        print(json.dumps([one.to_dict() for one in grouped], indent=2), flush=True)
-        if chosen.others:
-            print(f"swiftctl: {chosen.others}", file=sys.stderr)
-        return 0
-    print(format_recoveries(grouped, chosen.events[0].time))
-    if options.all:
-        print(f"\n{format_timeline(chosen.events, color=sys.stdout.isatty())}", flush=True)
-    else:
-        print(f"\n{ended(chosen.events)}; --all prints all {len(chosen.events)} events", flush=True)
-    if chosen.others:
-        print(f"\n{chosen.others}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

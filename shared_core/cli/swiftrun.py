@@ -23,8 +23,8 @@ from shared_core.kinds import check_host, check_length, check_regular, no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.resources import advice, what_to_do
 from shared_core.system.caretaker import Caretaker
+from shared_core.system.process import set_name
 from shared_core.system.streams import forgive
-from shared_core.system.title import set_name
 from shared_core.worker.start import preload
 
 DEFAULT_BUDGET = 100
@@ -286,13 +286,11 @@ def _events_path(args: argparse.Namespace) -> str | None:
 
 
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
-    """How the machines of the job meet, if there are several."""
     if not args.several:
-        from shared_core.launcher.local_rendezvous import LocalRendezvous
+        from shared_core.launcher.rendezvous import LocalRendezvous
 
         return LocalRendezvous(torchrun.run_id)
-    from shared_core.launcher.gathering import RendezvousOptions
-    from shared_core.launcher.rendezvous import SwiftRendezvousHandler
+    from shared_core.launcher.rendezvous import RendezvousOptions, SwiftRendezvousHandler
     from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
@@ -359,7 +357,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from shared_core.launcher.agent import Agent
     from shared_core.launcher.elastic import raise_failure
     from shared_core.launcher.logs import WorkerLogs
-    from shared_core.launcher.options import AgentOptions, Program
+    from shared_core.launcher.starting import AgentOptions, Program
     from shared_core.system.secret import find
 
     threads = torch.get_num_threads()
@@ -468,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from shared_core.launcher.gathering import JobOver
+    from shared_core.launcher.rendezvous import JobOver
 
     try:
         args = parse_args(argv)

@@ -1,4 +1,4 @@
-"""``swiftctl status`` and ``swiftctl watch``: a job on this machine, while it runs."""
+"""``swiftctl status``, ``watch`` and ``drain``: a job on this machine, while it runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 from shared_core.cli.arguments import number
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import by_run, read_events
-from shared_core.system.card import Card, jobs_here
+from shared_core.protocol.leaving import AGREED, ANSWER_BYTES, LEAVE
+from shared_core.system.jobdir import AGENT, Card, jobs_here
+from shared_core.transport import local
 from shared_core.watch.follower import Follower
-from shared_core.watch.screen import drawn, need_rich
-from shared_core.watch.text import format_jobs, format_view
+from shared_core.watch.text import drawn, format_jobs, format_view, need_rich
+from shared_core.watch.view import JobView
 
 JOB = (
     "how the run's id begins, the --rdzv-id, the pid of swiftrun, or the job's events.jsonl; may be left out where one "
@@ -25,7 +28,6 @@ JOB = (
 
 
 def add_command(commands: Any) -> None:
-    """Add ``status`` and ``watch``."""
     status = commands.add_parser(
         "status",
         help="how a running job is: workers, failures, stalls, the last checkpoint",
@@ -78,46 +80,39 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _in_lines(follower: Follower, every_s: float) -> None:
     before = ""
-    while True:
-        view = follower.view()
+    for view in _views(follower, every_s):
         print(before + format_view(view), flush=True)
-        if view.over:
-            return
         before = "\n" + "-" * 72 + "\n"
-        time.sleep(every_s)
 
 
 def _on_screen(follower: Follower, every_s: float) -> None:
     from rich.live import Live
 
     with Live(drawn(follower.view()), auto_refresh=False) as live:
-        while True:
-            view = follower.view()
+        for view in _views(follower, every_s):
             live.update(drawn(view), refresh=True)
-            if view.over:
-                return
-            time.sleep(every_s)
+
+
+def _views(follower: Follower, every_s: float) -> Iterator[JobView]:
+    """Again and again, until the job is over."""
+    while True:
+        view = follower.view()
+        yield view
+        if view.over:
+            return
+        time.sleep(every_s)
 
 
 def _follower(job: str | None) -> Follower:
-    """Follows the job that is meant.
-
-    Raises:
-        ConfigError: none is meant, or several are.
-        SwiftError: no job runs on this machine.
-        OSError: the file of events cannot be read.
-    """
+    """Follows the job that is meant. Raises as :func:`job_folder`; OSError if the file of events cannot be read."""
     if job is not None and (path := Path(job)).exists():
         return _of_file(path, list(jobs_here()))
     return Follower(job_folder(job))
 
 
 def job_folder(job: str | None) -> Path:
-    """The private folder of the job that is meant, on this machine.
-
-    Raises:
-        ConfigError: none is meant, or several are.
-        SwiftError: no job runs on this machine.
+    """The private folder of the job that is meant, on this machine. Raises ConfigError if none is meant, or several
+    are; SwiftError if no job runs here.
     """
     here = list(jobs_here())
     meant = [(folder, card) for folder, card in here if job is None or _is_meant(card, job)]
@@ -155,3 +150,33 @@ def _of_file(path: Path, here: list[tuple[Path, Card]]) -> Follower:
 
 def _is_meant(card: Card, job: str) -> bool:
     return card.run.startswith(job) or job in (card.name, str(card.agent))
+
+
+def add_drain(commands: Any) -> None:
+    drain = commands.add_parser(
+        "drain",
+        help="have a worker, or all of a machine, leave a running job, and others take over",
+        description="Have a rank, or all ranks of a host, leave a job at the next step boundary; others take over.",
+    )
+    drain.add_argument("who", metavar="RANK|HOST", help="a rank, or the name or address of a machine")
+    drain.add_argument("job", metavar="JOB", nargs="?", help=JOB)
+    drain.set_defaults(run=_drain)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    print(ask(job_folder(options.job), options.who), flush=True)
+    return 0
+
+
+def ask(job_dir: Path, who: str) -> str:
+    """Ask the launcher on this machine. Returns what will be. Raises SwiftError if it refuses, or does not answer."""
+    try:
+        with local.connect(job_dir / AGENT) as link:
+            link.send(LEAVE, data=[who.encode()])
+            answer = link.receive(lambda _: ANSWER_BYTES)
+    except OSError as error:
+        raise SwiftError(f"the launcher of the job does not answer ({error}); is swiftrun alive?") from error
+    text = answer.data.decode(errors="replace")
+    if answer.kind != AGREED:
+        raise SwiftError(text)
+    return text

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +32,8 @@ from shared_core.kinds import MOST, Choice, NamedPlace, Whole, open_regular
 ENV_PREFIX = "SWIFT_RECOVERY_"
 #: Variables with the prefix that the agent sets for its workers, or that are no options.
 _RESERVED = frozenset(
-    {
-        "JOB_DIR",
-        "STORE",
-        "GENERATION",
-        "INCARNATION",
-        "EVENTS",
-        "CONFIG",
-        "RESTART",
-        "RESIZED",
-        "RUN",
-        "FILE",
-        "ADDRESS",
-        "MACHINES",
-        "JOB",
-        "COMMAND",
-        "HANDED_OVER",
-        "SECRET_FILE",
-        "SPARE",
-    }
+    "JOB_DIR STORE GENERATION INCARNATION EVENTS CONFIG RESTART RESIZED RUN FILE ADDRESS MACHINES JOB COMMAND "
+    "HANDED_OVER SECRET_FILE SPARE".split()
 )
 
 
@@ -259,21 +242,8 @@ class SwiftConfig(Section):
         return json.dumps(self.changed)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    each.section: each
-    for each in (
-        CheckpointOptions,
-        ResizeOptions,
-        RerouteOptions,
-        ReplayOptions,
-        LogOptions,
-        DetectionOptions,
-        StateOptions,
-        DeviceOptions,
-        StandbyOptions,
-        WatchOptions,
-    )
-}
+#: Their classes, by name.
+SECTIONS: dict[str, Any] = {e.name: e.default_factory for e in fields(SwiftConfig) if e.default_factory is not MISSING}
 _ALL: tuple[type[Section], ...] = (SwiftConfig, *SECTIONS.values())
 _FIELDS = {prefix_of(section) + each.name: each for section in _ALL for each in options_of(section)}
 _DEFAULTS = {name: each.default for name, each in _FIELDS.items()}
@@ -291,10 +261,8 @@ def variable_of(name: str) -> str:
 
 
 def full_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by full name, as given in sections or by full name.
-
-    Raises:
-        ConfigError: for an unknown option, with the closest known one; or they are no mapping.
+    """Options by full name, as given in sections or by full name. Raises ConfigError for an unknown option, with the
+    closest known one, and for what is no mapping.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"options must be a mapping of names to values, not {type(values).__name__}: {values!r:.100}")
@@ -343,16 +311,11 @@ def _build(values: Mapping[str, Any]) -> SwiftConfig:
             sections[section][last] = value
         else:
             plain[name] = value
-    return SwiftConfig(**plain, **{name: SECTIONS[name](**inside) for name, inside in sections.items()})  # type: ignore[arg-type]
+    return SwiftConfig(**plain, **{name: SECTIONS[name](**inside) for name, inside in sections.items()})
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The mapping that a ``.json`` or YAML file holds.
-
-    Raises:
-        ConfigError: it cannot be read or holds something else.
-        MissingExtra: for YAML when PyYAML is not installed.
-    """
+    """The mapping that a ``.json`` or YAML file holds. ConfigError if it cannot be read, and as :func:`parse`."""
     try:
         with open_regular(path) as file:
             text = file.read().decode()
@@ -364,11 +327,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, source: str, *, is_json: bool) -> dict[str, Any]:
-    """The mapping that a text holds; errors name ``source``.
-
-    Raises:
-        ConfigError: it holds something else.
-        MissingExtra: for YAML when PyYAML is not installed.
+    """The mapping that a text holds; errors name ``source``. Raises ConfigError if it holds something else,
+    MissingExtra for YAML without PyYAML.
     """
     try:
         loaded = json.loads(text) if is_json else _parse_yaml(text, source)

@@ -11,7 +11,6 @@ from shared_core.config.sections import Section, options_of, prefix_of
 
 
 def page() -> str:
-    """All options in tables, as Markdown."""
     lines: list[str] = []
     every: tuple[type[Section], ...] = (SwiftConfig, *SECTIONS.values())
     for section in every:

@@ -29,6 +29,11 @@ def option(default: Any, kind: Kind, text: str, *, late: bool = False) -> Any:
 class Section:
     """Options that belong together. Reads its values as their kinds; what is wrong is a :class:`ConfigError`."""
 
+    section: ClassVar[str]
+
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls.section = section
+
     def __post_init__(self) -> None:
         for each in options_of(self):
             try:
@@ -44,8 +49,7 @@ def options_of(section: Section | type[Section]) -> Iterator[Field[Any]]:
 
 def prefix_of(section: Section | type[Section]) -> str:
     """``checkpoint.``, before the names of a section's options; empty for those of no section."""
-    name: str = getattr(section, "section", "")
-    return f"{name}." if name else ""
+    return f"{section.section}." if section.section else ""
 
 
 _SECONDS, _ABOVE, _COUNT = Number(), Number(above=True), Whole()
@@ -53,10 +57,8 @@ _USE = Choice(("auto", "always", "never"))
 
 
 @dataclass(frozen=True)
-class CheckpointOptions(Section):
+class CheckpointOptions(Section, section="checkpoint"):
     """Checkpoints for a restart: where, when, and with which one a job begins."""
-
-    section: ClassVar[str] = "checkpoint"
 
     dir: str | None = option(
         None,
@@ -128,10 +130,8 @@ class CheckpointOptions(Section):
 
 
 @dataclass(frozen=True)
-class ResizeOptions(Section):
+class ResizeOptions(Section, section="resize"):
     """A job whose number of workers changes."""
-
-    section: ClassVar[str] = "resize"
 
     replace_timeout_s: float = option(
         0.0,
@@ -153,10 +153,8 @@ class ResizeOptions(Section):
 
 
 @dataclass(frozen=True)
-class RerouteOptions(Section):
+class RerouteOptions(Section, section="reroute"):
     """``on_failure="reroute"``: the others compute a failed worker's share."""
-
-    section: ClassVar[str] = "reroute"
 
     rejoin_after_s: float = option(
         0.0,
@@ -198,10 +196,8 @@ class RerouteOptions(Section):
 
 
 @dataclass(frozen=True)
-class ReplayOptions(Section):
+class ReplayOptions(Section, section="replay"):
     """Pipelines without replicas: a replacement runs on from a checkpoint with logged messages."""
-
-    section: ClassVar[str] = "replay"
 
     parallel: str = option(
         "auto",
@@ -225,10 +221,8 @@ class ReplayOptions(Section):
 
 
 @dataclass(frozen=True)
-class LogOptions(Section):
+class LogOptions(Section, section="log"):
     """The message log, from which replacements and those that are behind are served."""
-
-    section: ClassVar[str] = "log"
 
     spill_bytes: int = option(
         0, _COUNT, "log memory above which results go to disk; 0 derives it from the model's size"
@@ -277,10 +271,8 @@ class LogOptions(Section):
 
 
 @dataclass(frozen=True)
-class DetectionOptions(Section):
+class DetectionOptions(Section, section="detection"):
     """When a worker counts as failed, and how long others are waited for."""
-
-    section: ClassVar[str] = "detection"
 
     wait_timeout_s: float = option(
         300.0,
@@ -297,10 +289,8 @@ class DetectionOptions(Section):
 
 
 @dataclass(frozen=True)
-class StateOptions(Section):
+class StateOptions(Section, section="state"):
     """What is kept and compared of the training state."""
-
-    section: ClassVar[str] = "state"
 
     preimages: str = option(
         "auto",
@@ -334,10 +324,8 @@ class StateOptions(Section):
 
 
 @dataclass(frozen=True)
-class DeviceOptions(Section):
+class DeviceOptions(Section, section="device"):
     """Training on other devices than the CPU."""
-
-    section: ClassVar[str] = "device"
 
     experimental: bool = option(
         False,
@@ -347,10 +335,8 @@ class DeviceOptions(Section):
 
 
 @dataclass(frozen=True)
-class StandbyOptions(Section):
+class StandbyOptions(Section, section="standby"):
     """Processes that are ready to take a failed worker's place."""
-
-    section: ClassVar[str] = "standby"
 
     prepared: int | str = option(
         "auto",
@@ -362,10 +348,8 @@ class StandbyOptions(Section):
 
 
 @dataclass(frozen=True)
-class WatchOptions(Section):
+class WatchOptions(Section, section="watch"):
     """Ports at which the launcher shows the running job."""
-
-    section: ClassVar[str] = "watch"
 
     dashboard: int | None = option(
         None,

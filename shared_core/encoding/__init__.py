@@ -12,15 +12,13 @@ from shared_core.lazy import lazily
 
 if TYPE_CHECKING:
     from shared_core.encoding.attributes import Holder, Holders, user_defined
-    from shared_core.encoding.plain import Piece, dumps, loads, pieces
-    from shared_core.encoding.values import ATOMS, NotPlain, assign, decode, encode, encode_state, holds_weights
+    from shared_core.encoding.plain import dumps, loads, pieces
+    from shared_core.encoding.values import NotPlain, assign, decode, encode, encode_state, holds_weights
 
 __all__ = [
-    "ATOMS",
     "Holder",
     "Holders",
     "NotPlain",
-    "Piece",
     "assign",
     "decode",
     "dumps",
@@ -36,9 +34,8 @@ __getattr__ = lazily(
     __name__,
     {
         "shared_core.encoding.attributes": ("Holder", "Holders", "user_defined"),
-        "shared_core.encoding.plain": ("Piece", "dumps", "loads", "pieces"),
+        "shared_core.encoding.plain": ("dumps", "loads", "pieces"),
         "shared_core.encoding.values": (
-            "ATOMS",
             "NotPlain",
             "assign",
             "decode",

@@ -20,28 +20,22 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from shared_core.errors import OutOfResources
 from shared_core.events import console
-from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.attempts import Attempts, MachineWorkers
 from shared_core.launcher.control_channel import ControlChannel
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.failures import WorkerFailures
-from shared_core.launcher.gathering import JobOver
 from shared_core.launcher.job_reporter import JobReporter
-from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.lease import Fenced
-from shared_core.launcher.leaving import PlannedLeaves
+from shared_core.launcher.leaving import Notice, PlannedLeaves, Stragglers
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
-from shared_core.launcher.machine_workers import MachineWorkers
-from shared_core.launcher.notice import Notice
-from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines, Resizes
-from shared_core.launcher.persisting import Persisting
-from shared_core.launcher.rendezvous import SwiftRendezvousHandler
+from shared_core.launcher.persisting import LastCheckpoint, Persisting
+from shared_core.launcher.rendezvous import JobOver, SwiftRendezvousHandler
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
-from shared_core.launcher.starting import Starter
-from shared_core.launcher.stragglers import Stragglers
+from shared_core.launcher.starting import AgentOptions, Program, Starter
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
@@ -155,7 +149,7 @@ class Agent:
             self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
         self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
         notice = self._notice = Notice(config.notice, wakeup)
-        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, notice, job_reporter)
+        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, notice)
         self._control_channel = ControlChannel(
             attempts,
             self._resizes,
@@ -188,7 +182,7 @@ class Agent:
             if self._program.mode != "exec":
                 self._worker_pool.fill_standbys()  # they import during the rendezvous
             result = self._run()
-            self.records.result(result, self._attempts.workers.roster.pids)
+            self.records.result(result, self._attempts.workers.pids)
             return result
         except BaseException as error:
             if isinstance(error, SignalException):
@@ -278,7 +272,7 @@ class Agent:
     def _timeout(self) -> float:
         if self._wakeup.told:
             return 0.0
-        times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.workers.roster.due)]
+        times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.workers.due)]
         if self._resizing.grow_at is not None:
             times.append(self._resizing.grow_at)
         return min(times) - time.monotonic()
@@ -341,7 +335,7 @@ class Agent:
         """
         worker_pool, wakeup = self._worker_pool, self._wakeup
         if self._machines is not None:
-            self._machines.send_no_more()
+            self._machines.membership.send_no_more()
         try:
             worker_pool.cancel_starts()
             worker_pool.started()

@@ -4,22 +4,175 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+
 from shared_core.errors import ConfigError, DamagedRecord
-from shared_core.launcher.key_watcher import KeyWatcher
+from shared_core.events import console
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
-from shared_core.protocol.codec import Count, decode
+from shared_core.protocol import worker_messages as said
+from shared_core.protocol.codec import Count, decode, dumps
 from shared_core.protocol.failure_policy import Death
 from shared_core.protocol.generation import Cause, Entry, EntryKind
-from shared_core.protocol.keys import WORDS
 from shared_core.protocol.preparing import place_key
 from shared_core.protocol.stragglers import Steps
+from shared_core.protocol.worker_messages import DAMAGED, LEAVES, PREPARED, REPORTS, SAVED, WORDS
 from shared_core.transport.store import Store
+
+_ONCE = ("fail", "restart", SAVED)
+_DIVERGENT = "divergent"
+#: Written again in each generation.
+_AGAIN = ("handed", "declined")
+_QUEUES = (REPORTS, PREPARED, DAMAGED, LEAVES)
+
+
+class KeyWatcher:
+    """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined``,
+    and the queues ``reports``, ``prepared``, ``damaged`` and ``leaves``.
+
+    A thread with its own client of the store blocks until a worker calls ``tell``, and then wakes the agent's loop.
+    That reads the keys without blocking; it also does so at each tick, for keys that were set without ``tell``.
+
+    Args:
+        connect: gives a store whose waits have no time-out; called once for the thread, once for :meth:`look`.
+        wake: called on the thread when there is something to look at; must not block.
+        slot: this machine's place: workers wake the agent of their own machine, and agents each other.
+        ranks: this machine's, of which ``divergent`` is read here.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        prefix: str,
+        wake: Callable[[], None],
+        *,
+        slot: int = 0,
+        ranks: Sequence[int] = (),
+    ) -> None:
+        self._prefix = prefix
+        self._words = f"{prefix}{WORDS}/{slot}"
+        self._queues = {name: f"{prefix}{name}/{slot}" for name in _QUEUES}
+        self._ranks = frozenset(ranks)
+        self._wake = wake
+        self._stop = threading.Event()
+        self._seen: set[str] = set()
+        self._said: dict[str, bytes] = {}
+        self._client = connect()
+        self._thread = threading.Thread(target=self._run, args=(connect(),), name="swift-keys", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; waits up to 5 s for the thread to end."""
+        self._stop.set()
+        with suppress(RuntimeError):  # the store may be gone: then the thread ends, too
+            self._client.queue_push(self._words, "")
+        self._thread.join(5.0)
+
+    def look(self) -> list[tuple[str, Any]]:
+        """``(key, value)`` of all that is new, values as in :mod:`~shared_core.protocol.worker_messages`. Never blocks.
+        Damaged values are passed over, and the user is told.
+        """
+        store = self._client
+        heard: list[tuple[str, Any]] = []
+        for name in (*_ONCE, *_AGAIN):
+            if name in self._seen or not store.check([self._prefix + name]):
+                continue
+            raw = store.get(self._prefix + name)
+            if self._said.get(name) == raw:
+                continue
+            self._said[name] = raw
+            if (value := _read(name, raw)) is not None:
+                heard.append((name, value))
+                if name in _ONCE:
+                    self._seen.add(name)
+        for name, queue in self._queues.items():
+            for _ in range(store.queue_len(queue)):
+                if (value := _read(name, store.queue_pop(queue))) is not None:
+                    heard.append((name, value))
+        if mine := self._divergent():
+            heard.append((_DIVERGENT, mine))
+        return heard
+
+    def _divergent(self) -> list[int]:
+        """Ranks of this machine on the list; they are removed from it, as other agents read it too."""
+        key = self._prefix + _DIVERGENT
+        while self._client.check([key]):
+            raw = self._client.get(key)
+            if self._said.get(_DIVERGENT) == raw:
+                break
+            named = _read(_DIVERGENT, raw)
+            mine = [rank for rank in named or () if rank in self._ranks]
+            if not mine:
+                self._said[_DIVERGENT] = raw
+                break
+            rest = json.dumps([rank for rank in named if rank not in mine])
+            if self._client.compare_set(key, raw.decode(), rest) == rest.encode():
+                return mine
+        return []
+
+    def _run(self, store: Store) -> None:
+        while not self._stop.is_set():
+            try:
+                store.queue_pop(self._words)
+            except RuntimeError:
+                self._wake()  # a store that is gone is also news
+                self._stop.wait(1.0)  # the agent's ticks look at the keys meanwhile
+                continue
+            self._wake()
+
+
+def _read(name: str, raw: bytes) -> Any:
+    try:
+        return said.read(name, raw)
+    except DamagedRecord as error:
+        console(f"a worker's message to the launcher cannot be read and is ignored: {error}")
+        return None
+
+
+@dataclass(frozen=True)
+class WorkerPlaces:
+    """The workers of this machine in one attempt. All machines have the same number.
+
+    Attributes:
+        machine: place of this machine, from 0.
+        workers: torchelastic's, by local rank; empty before there is a place.
+    """
+
+    spec: WorkerSpec
+    machine: int = 0
+    machines: int = 1
+    workers: tuple[Worker, ...] = ()
+
+    @classmethod
+    def of(cls, spec: WorkerSpec, machine: int, machines: int, local: int) -> WorkerPlaces:
+        first, world = machine * local, machines * local
+        workers = tuple(Worker(i, first + i, first + i, world, world) for i in range(local))
+        return cls(spec, machine, machines, workers)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [worker.global_rank for worker in self.workers]
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all machines. Needs a place."""
+        return int(self.workers[0].world_size)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this machine's agent is the one that prints what concerns all machines."""
+        return self.machine == 0
+
+    def local_rank(self, rank: int) -> int:
+        """Place of a rank on this machine; 0 for one of another machine."""
+        return self.ranks.index(rank) if rank in self.ranks else 0
+
 
 #: Default address of the store for the process groups of a script on one machine.
 LOOPBACK = "127.0.0.1"
@@ -157,22 +310,20 @@ class Attempt:
 
     def tell(self, slot: int, queue: str, value: Any) -> None:
         """Tell the agent at another machine's place something: a dataclass, in one of its queues."""
-        self._client.queue_push(self.key(f"{queue}/{slot}"), json.dumps(asdict(value)))
+        self._client.queue_push(self.key(f"{queue}/{slot}"), dumps(value))
         self._client.queue_push(self.key(f"{WORDS}/{slot}"), queue)
 
     def with_others(self, mine: Mapping[int, Steps]) -> dict[int, Steps]:
         """The times of the last steps of this machine's ranks, and of those of the others; tells these."""
         if self._slots == 1:
             return dict(mine)
-        rows = [[rank, number, list(parts)] for rank, steps in mine.items() for number, parts in steps.items()]
-        self._client.set(self.key(f"steps/{self._slot}"), json.dumps(rows))
+        self._client.set(self.key(f"steps/{self._slot}"), dumps(mine))
         found: dict[int, Steps] = dict(mine)
         for slot in set(range(self._slots)) - {self._slot}:
             key = self.key(f"steps/{slot}")
             with suppress(DamagedRecord):
-                told = self._client.get(key) if self._client.check([key]) else b"[]"
-                for rank, number, parts in decode(told, list[tuple[Count, Count, list[float]]], key):
-                    found[rank] = {**found.get(rank, {}), number: parts}
+                told = self._client.get(key) if self._client.check([key]) else b"{}"
+                found |= decode(told, dict[Count, dict[Count, list[float]]], key)
         return found
 
     def give_place(self, rank: int, incarnation: int) -> None:

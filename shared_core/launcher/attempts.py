@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 
-from shared_core.launcher.attempt import LOOPBACK, Attempt
+from shared_core.launcher.attempt import LOOPBACK, Attempt, WorkerPlaces
 from shared_core.launcher.console import ranks
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import failure_of
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.machine import MachineMembership
-from shared_core.launcher.machine_workers import MachineWorkers
-from shared_core.launcher.places import WorkerPlaces
-from shared_core.launcher.starting import AttemptStart
+from shared_core.launcher.spares import Spares
+from shared_core.launcher.starting import AttemptStart, Starter
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import CANCELLED, LiveWorker
+from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase, transition
 from shared_core.protocol.failure_policy import FailureBook
@@ -27,6 +27,93 @@ from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import JobDir
+from shared_core.waiting import Wait, ranks_text
+
+
+class MachineWorkers:
+    """The workers that hold the ranks of one machine in one attempt: starts and kills them.
+
+    Attributes:
+        failed: ranks that no worker holds now.
+        missing: ranks whose first worker does not run yet.
+        pids: pid of the newest worker, by local rank.
+        due: (``time.monotonic()``, local rank) of the replacements that are to be started.
+
+    ``tick_s``: how often they are looked at while they are being killed.
+    """
+
+    def __init__(self, pool: WorkerPool, starter: Starter, spares: Spares, wakeup: Wakeup, tick_s: float) -> None:
+        self.pool, self.starter, self.spares, self._wakeup, self._tick_s = pool, starter, spares, wakeup, tick_s
+        self.failed: set[int] = set()
+        self.missing: set[int] = set()
+        self.pids: dict[int, int] = {}
+        self.due: list[tuple[float, int]] = []
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        self.failed, self.missing = set(), set(ranks)
+        self.due.clear()
+
+    def lose(self, failed: Iterable[int]) -> None:
+        self.failed.update(failed)
+
+    def arrived(self, one: LiveWorker) -> None:
+        self.missing.discard(one.rank)
+        self.failed.discard(one.rank)
+        self.pids[one.local_rank] = one.pid
+
+    @property
+    def complete(self) -> bool:
+        return not self.failed and not self.missing
+
+    def replace_in(self, delay_s: float, local_rank: int) -> None:
+        self.due.append((time.monotonic() + delay_s, local_rank))
+
+    def replace_all(self, places: Mapping[int, int]) -> None:
+        """Start replacements of all failed ranks now, unless due already. ``places``: local rank of each rank."""
+        waiting = {place for _, place in self.due}
+        for rank in sorted(self.failed & places.keys()):
+            if places[rank] not in waiting:
+                self.replace_in(0.0, places[rank])
+
+    def start(self, local_rank: int, start: AttemptStart) -> None:
+        if self.spares.start(local_rank, start):
+            self._wakeup.tell()  # its process is there
+
+    def start_due(self, start: AttemptStart) -> None:
+        now = time.monotonic()
+        taken = [entry for entry in self.due if entry[0] <= now]
+        self.due = [entry for entry in self.due if entry not in taken]
+        for _, local_rank in taken:
+            self.start(local_rank, start)
+
+    def kill_ranks(self, killed: Collection[int], cause: str) -> None:
+        for one in list(self.pool.live.values()):
+            if one.rank in killed:
+                one.kill(cause)
+
+    def let_go(self, absent: Collection[int]) -> None:
+        """These ranks are not needed any more, nor are replacements on their way."""
+        self.due.clear()
+        self.pool.cancel_starts()
+        self.kill_ranks(absent, CANCELLED)
+
+    def kill_all(self) -> None:
+        """SIGKILL to every worker, also those being forked; returns when all are reaped."""
+        pool = self.pool
+        self.due.clear()
+        self.spares.clear()
+        pool.cancel_starts()
+        # No time limit: a process that hangs in a file system cannot be killed, and its place must not be taken twice.
+        whom = lambda: f"{ranks_text(one.rank for one in pool.live.values())} to end, killed with SIGKILL"  # noqa: E731
+        wait = Wait("the launcher", whom, math.inf, ends="it continues when they have ended")
+        while pool.live or pool.starting:
+            wait.look()
+            pool.started()
+            for one in pool.live.values():
+                one.kill(CANCELLED)
+            self._wakeup.wait(self._tick_s)
+            pool.reap()
+            pool.look_after_standbys()
 
 
 @dataclass(frozen=True)
@@ -163,11 +250,11 @@ class Attempts:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def announce(self, one: LiveWorker) -> None:
-        self.workers.roster.arrived(one)
+        self.workers.arrived(one)
         self._job_reporter.console_reporter.replacement(one.rank, one.pid)
         if one.incarnation:
             self._job_reporter.replacement(one)
-        elif not self.workers.roster.missing:
+        elif not self.workers.missing:
             self.tell_start()
         if self.phase is AgentPhase.ENDING and one.cause == CANCELLED:
             one.kill(CANCELLED)
@@ -177,7 +264,7 @@ class Attempts:
         self._job_reporter.start(self.workers.pool.live.values(), self.workers.starter.config)
 
     def start_due(self) -> None:
-        if self.workers.roster.due:
+        if self.workers.due:
             self.workers.start_due(self._in_what())
 
     def close(self) -> None:
@@ -190,8 +277,8 @@ class Attempts:
             self.workers.spares.look(self._in_what())
 
     def _in_what(self) -> AttemptStart:
-        address = self._membership.address if self._membership is not None else ""
-        store = self._membership.keeper if self._membership is not None else str(self._control.path)
+        address = self._membership.rendezvous.address if self._membership is not None else ""
+        store = self._membership.rendezvous.keeper if self._membership is not None else str(self._control.path)
         return AttemptStart(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
 
     # -- actions ------------------------------------------------------------------------------------------------------
@@ -201,7 +288,7 @@ class Attempts:
         self.workers.starter.open_logs(mine)
         self._attempt = attempt = self._alone() if membership is None else self._in_team(membership)
         self._job_reporter.begins(attempt, self.places)
-        self.workers.roster.begin(mine)
+        self.workers.begin(mine)
         if membership is not None:
             membership.fetch(attempt.ledger, mine, self.number)
             for rank in mine:
@@ -222,10 +309,10 @@ class Attempts:
         """As :meth:`_alone`, on several machines; takes the number and the state that the others have."""
         team, places = membership.team(self._attempt, self.number), self.places
         assert team is not None  # it has a place
-        self._job_reporter.call(membership.run_id)
+        self._job_reporter.call(membership.rendezvous.run_id)
         self.close()
-        if self._attempt is None and membership.line:  # given a place in the middle of the job
-            line = Resized.from_json(membership.line, "first")
+        if self._attempt is None and membership.rendezvous.line:  # given a place in the middle of the job
+            line = Resized.from_json(membership.rendezvous.line, "first")
             self._resizing.start_over(line)
             membership.gather(team.machines, line)
         self.number, place, keeper = team.number, (team.host, team.port), team.keeper
@@ -236,7 +323,7 @@ class Attempts:
         return attempt
 
     def _replace(self, _: Happened) -> None:
-        self.workers.roster.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
+        self.workers.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:

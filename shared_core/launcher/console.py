@@ -113,7 +113,7 @@ class ConsoleReporter:
         self._started = True
         many = "1 worker runs" if workers == 1 else f"{workers} workers run"
         where = f" on {listed(machines)}" if machines else ""
-        here = f"here {ranks(sorted(pids))}, {self._named(pids)}" if machines else self._named(pids)
+        here = f"here {ranks(sorted(pids))}, {_named(pids)}" if machines else _named(pids)
         self._say(
             f"{many} {script}{where} ({here}); {_answer(config, workers)}; "
             f"events: {_short(events)}; checkpoints: {_short(config.checkpoint.dir)}" + (f"; {note}" if note else "")
@@ -199,8 +199,8 @@ class ConsoleReporter:
                 whence = f", {change.whence}"
             there_were = f"there {'was' if change.before == 1 else 'were'} {change.before}" if change.before else ""
             self._say(
-                f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
-                f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
+                f"{change.what} after {when - change.detected:.2f} s{whence}; {count(lost, 'step')} lost "
+                f"({'; '.join(filter(None, [there_were, change.why, f'now {_named(self._pids)}']))})"
             )
             done = (when - change.detected, lost, boundary)
         elif rank == 0 and whence and rank not in self._away:
@@ -288,12 +288,10 @@ class ConsoleReporter:
         """How to see more; nothing where no events are written."""
         return f"; report: swiftctl report {shlex.quote(_short(self._events))}" if self._events is not None else ""
 
-    def _named(self, pids: Mapping[int, int]) -> str:
-        return named_pids([pids[rank] for rank in sorted(pids)])
 
-
-def named_pids(pids: Sequence[int]) -> str:
-    named = [str(pid) for pid in pids]
+def _named(pids: Mapping[int, int]) -> str:
+    """``pids`` are by rank."""
+    named = [str(pids[rank]) for rank in sorted(pids)]
     if len(named) > _MOST:
         named = [*named[: _MOST - 1], f"... {named[-1]}"]
     return f"{'pid' if len(pids) == 1 else 'pids'} {', '.join(named)}"
@@ -313,10 +311,6 @@ def listed(words: Sequence[str]) -> str:
 
 def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def steps(number: int) -> str:
-    return count(number, "step")
 
 
 def host_of(machine: str) -> str:

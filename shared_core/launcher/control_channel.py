@@ -12,13 +12,13 @@ from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.job_reporter import JobReporter
-from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.other_machines import OtherMachines, Resizes
+from shared_core.launcher.persisting import LastCheckpoint
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.protocol import keys
 from shared_core.protocol.agent_phase import AgentEvent
 from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.generation import CauseKind, Entry, EntryKind
+from shared_core.protocol.worker_messages import DAMAGED, LEAVES, PREPARED, REPORTS, SAVED
 
 
 class ControlChannel:
@@ -44,15 +44,15 @@ class ControlChannel:
         self._last_checkpoint = last_checkpoint
         self._words: dict[str, Callable[[Any], None]] = {
             "divergent": self._divergent,
-            keys.DAMAGED: self._damaged,
+            DAMAGED: self._damaged,
             "fail": self._fail,
-            keys.SAVED: self._saved,
-            keys.REPORTS: self._report,
-            keys.PREPARED: lambda said: self._workers.spares.ready(said),
+            SAVED: self._saved,
+            REPORTS: self._report,
+            PREPARED: lambda said: self._workers.spares.ready(said),
             "handed": lambda said: self._resizes.handed_on(said.generation, said.boundary),
             "declined": lambda said: self._resizes.declined(said.generation, said.reason),
             "restart": self._restart,
-            keys.LEAVES: leave,
+            LEAVES: leave,
         }
 
     def listen(self) -> None:

@@ -18,16 +18,13 @@ from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 
 from shared_core.events import visible
-from shared_core.launcher.places import WorkerPlaces
+from shared_core.launcher.attempt import WorkerPlaces
 from shared_core.protocol.failure_policy import AS_ANY
 
 
 def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
-    """Does not return; ``failures`` are by rank.
-
-    Raises:
-        ChildFailedError: which the interpreter prints as a table.
-        SystemExit: if the console has already said all that the table would say.
+    """Raises ChildFailedError, which the interpreter prints as a table; SystemExit if the console has already said all
+    that the table would say. ``failures`` are by rank.
     """
     for failure in failures.values():
         failure.message = _shown(failure.message)
@@ -85,9 +82,8 @@ class Records:
                 EventSource.WORKER,
                 worker=worker,
                 pid=pids.get(worker.local_rank),
+                failure=failure,
                 raw_error=json.dumps(failure.error_file_data) if failure else None,
-                exit_code=failure.exitcode if failure else None,
-                worker_pid=failure.pid if failure else None,
             )
 
     def succeeded(self) -> None:
@@ -117,10 +113,9 @@ class Records:
         *,
         worker: Worker | None = None,
         pid: int | None = None,
+        failure: ProcessFailure | None = None,
         raw_error: str | None = None,
         duration_ms: float | None = None,
-        exit_code: int | None = None,
-        worker_pid: int | None = None,
     ) -> None:
         places = self._places()
         spec, met = places.spec, bool(places.workers)
@@ -134,8 +129,8 @@ class Records:
                 "local_rank": [worker.local_rank],
                 "role_rank": [worker.role_rank],
                 "role_world_size": [worker.role_world_size],
-                "exit_code": [exit_code],
-                "worker_pid": [worker_pid],
+                "exit_code": [failure.exitcode if failure else None],
+                "worker_pid": [failure.pid if failure else None],
             }
         event = Event(
             f"torchelastic.worker.status.{state}",

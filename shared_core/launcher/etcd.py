@@ -104,12 +104,8 @@ class EtcdBackend(RendezvousBackend):
     # -- requests -------------------------------------------------------------------------------------------------
 
     def _call(self, path: str, message: dict[str, Any]) -> dict[str, Any]:
-        """Ask the member that answered last, then the others, each once.
-
-        Raises:
-            RendezvousConnectionError: none gave an answer.
-            ConfigError: this user may not do that.
-            _Refused: the lease does not exist any more.
+        """Ask the member that answered last, then the others, each once. Raises RendezvousConnectionError if none gave
+        an answer, ConfigError if this user may not do that, _Refused if the lease does not exist any more.
         """
         said = []
         first = self._good

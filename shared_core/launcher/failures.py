@@ -51,7 +51,7 @@ class WorkerFailures:
         if not failed:
             return
         deaths = [death for _, death in failed]
-        attempts.workers.roster.lose(death.rank for death in deaths)
+        attempts.workers.lose(death.rank for death in deaths)
         plan, entry = self._plan(deaths), None
         if plan.waits_for_generation:
             # First what the survivors wait for; the user is told last.
@@ -76,7 +76,7 @@ class WorkerFailures:
     def _plan(self, deaths: list[Death]) -> ResponsePlan:
         """With several machines a failed worker is replaced; on one, the others may continue."""
         attempts = self._attempts
-        others = sorted(set(attempts.places.ranks) - attempts.workers.roster.failed)
+        others = sorted(set(attempts.places.ranks) - attempts.workers.failed)
         shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
         everyone, restarts = self._alone and not others, self._config.restarts
         return self._book.respond(deaths, restarts=restarts, everyone=everyone, stay=others if shrinks else ())
@@ -90,7 +90,7 @@ class WorkerFailures:
         elif plan.response != "restart":
             resizing.expect([death.rank for _, death in failed], time.monotonic())
             for (one, _), delay_s in zip(failed, plan.delays_s, strict=True):
-                attempts.workers.roster.replace_in(delay_s, one.local_rank)
+                attempts.workers.replace_in(delay_s, one.local_rank)
             attempts.start_due()
 
     def _death(self, one: LiveWorker, code: int, detected: float) -> Death:

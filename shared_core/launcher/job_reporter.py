@@ -7,23 +7,22 @@ import platform
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
-from shared_core.launcher.attempt import Attempt
+from shared_core.launcher.attempt import Attempt, WorkerPlaces
 from shared_core.launcher.console import Change, ConsoleReporter, count, host_of
 from shared_core.launcher.logs import last_words
-from shared_core.launcher.options import AgentOptions, Program
-from shared_core.launcher.places import WorkerPlaces
+from shared_core.launcher.starting import AgentOptions, Program
 from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.failure_policy import Death, FailureBook
 from shared_core.protocol.generation import CauseKind, Entry
 from shared_core.protocol.worker_env import Resized
-from shared_core.system.card import Card
+from shared_core.system.jobdir import Card
 from shared_core.system.process import begun
+from shared_core.versions import installed
 
 
 class JobReporter:
@@ -112,6 +111,7 @@ class JobReporter:
 
     def failed(self, one: LiveWorker, death: Death, *, continues: bool) -> None:
         planned = death.kind is CauseKind.PLANNED
+        words = last_words(death.error.trace if death.error is not None else "", one.request.stderr)
         self.emit(
             "drained" if planned else "failed",
             rank=death.rank,
@@ -121,7 +121,7 @@ class JobReporter:
             incarnation=one.incarnation,
             exit_code=death.exit_code,
             boundaries=death.boundaries,
-            **({"last_words": words} if (words := last_words(death.error_file, one.request.stderr)) else {}),
+            **({"last_words": words} if words else {}),
         )
         self.console_reporter.failed(
             death.rank, death.cause, death.detected, death.pid, continues=continues, planned=planned
@@ -154,20 +154,17 @@ class JobReporter:
         many = places.world_size
         what = "the worker is back" if many == 1 else f"all {many} workers are back"
         why = "" if config.restarts else entry.reason
-        self._change(what, why, whence, reached, line, 0, tell=places.speaks)
+        change = Change(time.time(), what, why, whence, reached, None if line is None else line.boundary)
+        self.console_reporter.changes(change, tell=places.speaks)
 
     def resizes(self, before: int, places: WorkerPlaces, line: Resized | None, reached: int) -> None:
         """Another number of workers continues, from ``line``; ``before``: their number so far."""
         workers = places.world_size
         what = f"{count(workers, 'worker')} {'continues' if workers == 1 else 'continue'}"
-        whence = "" if line is None else f"from step boundary {line.boundary}"
-        self._change(what, "", whence, reached, line, before, tell=places.speaks)
-
-    def _change(
-        self, what: str, why: str, whence: str, reached: int, line: Resized | None, before: int, *, tell: bool
-    ) -> None:
         boundary = None if line is None else line.boundary
-        self.console_reporter.changes(Change(time.time(), what, why, whence, reached, boundary, before), tell=tell)
+        whence = "" if line is None else f"from step boundary {boundary}"
+        change = Change(time.time(), what, "", whence, reached, boundary, before)
+        self.console_reporter.changes(change, tell=places.speaks)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +191,6 @@ class JobReporter:
 
 
 def _size(path: str | None) -> int:
-    """Bytes of a file; 0 if it is not there."""
     try:
         return os.path.getsize(path) if path else 0
     except OSError:
@@ -207,14 +203,6 @@ _PACKAGES = ("torch", "swift-recovery")
 
 def facts() -> dict[str, Any]:
     """This machine's name, the processors that this process may use, and versions of what is installed."""
-    found: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = {name: found for name in _PACKAGES if (found := installed(name)) is not None}
+    cpus = len(os.sched_getaffinity(0))
+    return {"host": socket.gethostname(), "cpus": cpus, "python": platform.python_version()} | packages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -103,22 +102,15 @@ class WorkerLogs:
         sys.stdout.flush()
 
 
-def last_words(error_file: str, stderr: str) -> str:
+def last_words(trace: str, stderr: str) -> str:
     """The end of a failed worker's traceback, else of what it wrote to its file for standard error; empty if there is
-    neither.
-
-    Args:
-        error_file: of its exception, as torchelastic's ``record`` writes it; empty if it had none.
-        stderr: empty if that was the console.
+    neither, or that was the console.
     """
-    text = ""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        if error_file:
-            text = str(json.loads(Path(error_file).read_text())["message"]["extraInfo"]["py_callstack"])
-        elif stderr:
-            with open(stderr, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-                text = file.read().decode(errors="replace")
+    text = trace
+    if not trace and stderr:
+        with suppress(OSError), open(stderr, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            text = file.read().decode(errors="replace")
     return "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])[-_LAST_BYTES:]
 
 

@@ -53,27 +53,22 @@ class MachineMembership:
         number: Callable[[], int],
         secret: bytes,
     ) -> None:
-        self._rendezvous, self._job_dir = rendezvous, job_dir
-        self._wake, self._stop_workers = wake, stop_workers
+        self.rendezvous, self._job_dir = rendezvous, job_dir
+        self.number, self.pause, self.changed, self._stop_workers = number, pause, wake, stop_workers
         self._gone: set[str] = set()
         self._copies = NeighbourCopies(job_dir / CHECKPOINTS)
         self._key = derive(secret, rendezvous.get_run_id())
         leave(job_dir, self._key)
         self._server: MirrorServer | None = None
         self._sender: Sender | None = None
-        self._pause, self._number = pause, number
         rendezvous.attend(self)
 
     # -- what the rendezvous asks of this machine ---------------------------------------------------------------------
 
-    @property
-    def number(self) -> int:
-        return self._number()
-
     def listen(self, address: str) -> int:
-        """See :class:`Listener`. Takes all of this machine's ports."""
+        """See :class:`GatheringListener`. Takes all of this machine's ports."""
         if self._server is None:
-            ports = self._rendezvous.ports
+            ports = self.rendezvous.ports
             if ports.store:
                 ports.take(address, ports.store).close()  # if this machine is to host the script's store
             listener = ports.take(address, ports.copies)
@@ -88,79 +83,56 @@ class MachineMembership:
         except OSError as error:
             raise StoreError(f"the job's store at {machine} cannot be reached: {error}") from error
 
-    def pause(self, seconds: float) -> None:
-        self._pause(seconds)
-
-    def changed(self) -> None:
-        self._wake()
-
     def fence(self, reason: str) -> None:
-        """See :class:`Listener`. Also cuts the main thread's connection to the store."""
+        """See :class:`GatheringListener`. Also cuts the main thread's connection to the store."""
         self._stop_workers()
-        if self._rendezvous.keeper:
-            sever(wire.place_of(self._rendezvous.keeper)[1])  # the agent's main thread may be waiting there
-        self._wake()
+        if self.rendezvous.keeper:
+            sever(wire.place_of(self.rendezvous.keeper)[1])  # the agent's main thread may be waiting there
+        self.changed()
 
     # -- what the agent asks of the others ----------------------------------------------------------------------------
-
-    @property
-    def run_id(self) -> str:
-        """Of this start of the job, equal on all machines."""
-        return self._rendezvous.run_id
-
-    @property
-    def address(self) -> str:
-        return self._rendezvous.address
 
     def team(self, before: Attempt | None, number: int) -> Team | None:
         """This machine's place in the attempt that begins; None before it has one.
 
         ``before``: the attempt that ends.
         """
-        team = self._rendezvous.team
+        team = self.rendezvous.team
         if team is not None and self._sender is None:
-            self._sender = Sender(self._copies, lambda: self._rendezvous.name, self._key)
+            self._sender = Sender(self._copies, lambda: self.rendezvous.name, self._key)
         if team is None or before is None:
             return team
         return replace(team, machines=before.ledger.machines, number=number)
-
-    @property
-    def keeper(self) -> str:
-        return self._rendezvous.keeper
 
     def _serve(self, link: Link, kind: bytes, data: bytes) -> None:
         """Answer a frame that is not about a copy of a publication."""
         if kind != remote_store.OPEN:
             self._copies.serve(link, kind, data)
-        elif (store := self._rendezvous.store) is not None:
+        elif (store := self.rendezvous.store) is not None:
             remote_store.serve(store, link)
         else:
             raise ConnectionError("the job's store is not here")
 
     def check(self, ledger: Ledger) -> None:
         """Raises Fenced if this machine's workers may not continue."""
-        lease, team = self._rendezvous.lease, self._rendezvous.team
+        lease, team = self.rendezvous.lease, self.rendezvous.team
         if self._sender is not None:
             self._sender.machines = ledger.machines
         if lease is None or team is None:
             return
         if lease.fenced:
             raise Fenced(lease.fenced)
-        if ledger.machines[team.slot] != self._rendezvous.name:
+        if ledger.machines[team.slot] != self.rendezvous.name:
             raise Fenced("its lease ran out, and its place was given away")
 
     def why(self, error: Exception) -> str:
-        return (self._rendezvous.lease.fenced if self._rendezvous.lease is not None else "") or str(error)
+        return (self.rendezvous.lease.fenced if self.rendezvous.lease is not None else "") or str(error)
 
     def spares(self, ledger: Ledger) -> int:
         """Machines that wait for a place."""
-        lease = self._rendezvous.lease
+        lease = self.rendezvous.lease
         alive = lease.alive if lease is not None else ()
         return len([name for name in alive if name not in ledger.machines and name not in ledger.gone])
-
-    def ends_with(self, machine: str | None) -> bool:
-        """Whether the job ends when this machine leaves."""
-        return self._rendezvous.job_ends_with(machine)
 
     def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, leaves: str = "") -> Entry | None:
         """Give the places of failed machines to spare ones, or continue with another number of machines. ``leaves``:
@@ -168,7 +140,7 @@ class MachineMembership:
 
         Returns the ledger's entry; None if there is nothing to do, or another agent was first.
         """
-        lease, ledger = self._rendezvous.lease, attempt.ledger
+        lease, ledger = self.rendezvous.lease, attempt.ledger
         if lease is None:
             return None
         lease.expect(ledger.machines)
@@ -177,7 +149,7 @@ class MachineMembership:
         def make() -> Entry | None:
             self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen end
             alive = [name for name in lease.alive if name not in self._gone]
-            mine = {self._rendezvous.name} if leaves else set()
+            mine = {self.rendezvous.name} if leaves else set()
             change = reassign(ledger.machines, lease.failed | mine, alive)
             machines = ledger.machines if change is None else change.machines
             entry, why = Entry(detected=detected, machines=machines), ""
@@ -206,14 +178,9 @@ class MachineMembership:
 
     def regroup(self, machines: Sequence[str | None], number: int) -> int:
         """Attempt ``number`` has these machines; returns this machine's place. Raises Fenced if it has none."""
-        if not self._rendezvous.regroup(machines, number) or self._rendezvous.team is None:
+        if not self.rendezvous.regroup(machines, number) or self.rendezvous.team is None:
             raise Fenced("the others continue without this machine")
-        return self._rendezvous.team.slot
-
-    @property
-    def line(self) -> str:
-        """What the attempt continues from in which this machine was given its place; see :class:`Resizing`."""
-        return self._rendezvous.line
+        return self.rendezvous.team.slot
 
     def gather(self, machines: Sequence[str | None], line: Resized) -> None:
         """Get all publications of the attempt before that are not here, and the replicated state of the change."""
@@ -231,17 +198,9 @@ class MachineMembership:
         """Fetch what the workers of ``ranks`` had published on a failed machine from the machines that keep copies."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
-            others = [machine for machine in ledger.machines if machine != self._rendezvous.name]
+            others = [machine for machine in ledger.machines if machine != self.rendezvous.name]
             with _from_others(taken):
                 mirror.fetch(others, taken, number, self._job_dir)
-
-    @property
-    def job_ends_here(self) -> bool:
-        return self._rendezvous.store_dies_here
-
-    def leave(self, *, over: bool) -> None:
-        """See :meth:`SwiftRendezvousHandler.leave`."""
-        self._rendezvous.leave(over=over)
 
     def send_no_more(self) -> None:
         """The job ends on this machine: copy no more of its snapshots. Others may still ask for what is here."""

@@ -22,12 +22,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shared_core.checkpoint.spool import SEALED, Sealed, Spool, Target
-from shared_core.errors import StorageFull, SwiftError
+from shared_core.checkpoint.spool import SEALED, Spool, sealed_of
+from shared_core.errors import CorruptFile, StorageFull, SwiftError
 from shared_core.events import console
 from shared_core.protocol.mirroring import keeper
 from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, Key, ask, receive_file, send_file
@@ -100,7 +99,7 @@ class NeighbourCopies:
                 (self._take if kind == PUT else self._give)(link, json.loads(data))
             else:
                 raise ConnectionError("no request of ours")
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, CorruptFile) as error:
             raise ConnectionError(f"no request of ours: {error}") from error
 
     def _take(self, link: Link, header: Mapping[str, Any]) -> None:
@@ -111,7 +110,9 @@ class NeighbourCopies:
         if not all(_NAME.fullmatch(name) for name in (*files, *notes)) or min(files.values(), default=0) < 0:
             raise ConnectionError("no names of a snapshot")
         for name, text in notes.items():
-            _check_note(name, key[1], json.loads(text))
+            part = sealed_of(text)
+            if (part.step, f"rank{part.rank}{SEALED}") != (key[1], name):
+                raise ConnectionError(f"{name} is not the note of this snapshot")
         before, self._busy = self._busy, link
         if before is not None:  # its sender has failed, or has given up
             with suppress(OSError):
@@ -213,23 +214,6 @@ class NeighbourCopies:
         elif spool.parts(step).get(part.rank) != part:
             raise ConnectionError("the snapshot was let go meanwhile")
         link.send(PART, data=[digest])
-
-
-def _check_note(name: str, step: int, note: Any) -> None:
-    """Raises ValueError if this is not what seals a part of a snapshot of ``step``."""
-    if not (
-        isinstance(note, dict)
-        and set(note) == {each.name for each in fields(Sealed)}
-        and all(type(note[one]) is int and note[one] >= 0 for one in ("step", "rank", "world_size"))
-        and (note["step"], f"rank{note['rank']}{SEALED}") == (step, name)
-        and isinstance(note["local"], list)
-        and isinstance(note["files"], list)
-        and all(type(one) is int for one in note["local"])
-        and all(type(one) is str for one in note["files"])
-        and isinstance(note["meta"], dict)
-        and (note["target"] is None or set(note["target"]) == {each.name for each in fields(Target)})
-    ):
-        raise ValueError(f"{name} is not the note of a snapshot")
 
 
 def _notes(spool: Spool, step: int) -> dict[str, str]:

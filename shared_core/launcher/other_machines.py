@@ -49,14 +49,14 @@ class Resizes:
             return
         resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
         late = resizing.late(time.monotonic())
-        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.workers.roster.failed)
+        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.workers.failed)
         if not late or not stay or attempts.phase is not AgentPhase.RUNNING:
             return
         limit_s = self._config.resize.replace_timeout_s
         why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
         console(f"{why}: the others continue without {'it' if len(late) == 1 else 'them'}")
         if self._begin(stay, len(stay)):
-            attempts.workers.roster.lose(late)
+            attempts.workers.lose(late)
             attempts.workers.kill_ranks(late, why)
 
     def _begin(self, stay: list[int], target: int) -> bool:
@@ -121,33 +121,20 @@ class OtherMachines:
         job_reporter: JobReporter,
         resizing: Resizing,
     ) -> None:
-        self._membership, self._nproc = membership, nproc
+        self.membership, self._nproc = membership, nproc
         self._attempts, self._resizes, self._job_reporter, self._resizing = attempts, resizes, job_reporter, resizing
 
     def check(self) -> None:
         """Raises Fenced if this machine's workers may not continue."""
         if self._attempts.phase.trains:
-            self._membership.check(self._attempts.now.ledger)
+            self.membership.check(self._attempts.now.ledger)
 
-    @property
-    def spares(self) -> int:
-        """Machines that wait."""
-        return self._membership.spares(self._attempts.now.ledger)
-
-    def ends_with(self, machine: str | None) -> bool:
-        """Whether the job ends when this machine leaves."""
-        return self._membership.ends_with(machine)
-
-    def hand_over(self, why: str) -> None:
-        """All workers of this machine have left: give its place to a spare one."""
-        self._answer(self._membership.replace_machines(self._attempts.now, self._nproc, self._resizing, leaves=why))
-
-    def look(self) -> None:
-        """Give the places of failed machines away, or continue with another number of machines."""
-        self._answer(self._membership.replace_machines(self._attempts.now, self._nproc, self._resizing))
-
-    def _answer(self, entry: Entry | None) -> None:
+    def look(self, leaves: str = "") -> None:
+        """Give the places of failed machines away, or continue with another number of machines. ``leaves``: why all
+        workers of this machine have left; its place is given away too.
+        """
         attempts = self._attempts
+        entry = self.membership.replace_machines(attempts.now, self._nproc, self._resizing, leaves=leaves)
         if entry is None:
             return
         self._resizes.note(entry)
@@ -165,20 +152,17 @@ class OtherMachines:
         if leaves:
             console(f"this machine has left the job: {leaves}")
         else:
-            reason = self._membership.why(error)
+            reason = self.membership.why(error)
             console(f"the workers of this machine are stopped: {reason}")
             self._job_reporter.warn(f"workers stopped: {reason}")
         self._attempts.step(AgentEvent.FENCED)
-
-    def send_no_more(self) -> None:
-        self._membership.send_no_more()
 
     def part(self) -> None:
         """Leave, and tell the others. If the job cannot outlive this machine, it fails for them."""
         attempts = self._attempts
         over = attempts.begun and attempts.now.ledger.over is not None
-        if attempts.begun and not over and self._membership.job_ends_here:
+        if attempts.begun and not over and self.membership.rendezvous.store_dies_here:
             attempts.write_failure(attempts.places.ranks[0], "the machine that hosts the store was told to end")
             over = True
-        self._membership.leave(over=over)
-        self._membership.close()
+        self.membership.rendezvous.leave(over=over)
+        self.membership.close()

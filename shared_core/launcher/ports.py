@@ -93,11 +93,8 @@ class StoreConnection:
         threading.Thread(target=self._connect, name="swift-connect", daemon=True).start()
 
     def client(self, wait_s: float) -> TCPStore:
-        """The client, after at most ``wait_s`` seconds. May be called again after a :class:`TimeoutError`.
-
-        Raises:
-            TimeoutError: nothing has answered as a store does until now.
-            ConnectionError: the store cannot be reached.
+        """The client, after at most ``wait_s`` seconds. Raises TimeoutError if nothing has answered as a store does
+        until now: call again; ConnectionError if the store cannot be reached.
         """
         if not self._over.wait(wait_s):
             raise TimeoutError("something listens there and does not answer as a store of torch does")

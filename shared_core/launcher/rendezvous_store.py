@@ -9,7 +9,7 @@ import errno
 import json
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -19,8 +19,55 @@ from shared_core.errors import ConfigError
 from shared_core.kinds import check_host
 from shared_core.launcher.etcd import ETCD, EtcdBackend
 from shared_core.launcher.ports import StoreConnection, listen, serve_store
-from shared_core.protocol.codec import damaged
-from shared_core.protocol.rendezvous_document import ADVICE, read_document
+from shared_core.protocol.codec import Count, Name, Port, damaged, decode
+
+FORMING, RUNNING, ENDED = "forming", "running", "ended"
+#: What to do about a damaged document.
+ADVICE = "choose another --rdzv-id"
+
+
+class _Member(TypedDict):
+    name: str
+    nproc: Count
+    nnodes: str
+
+
+class _Host(_Member, total=False):
+    host: bool
+
+
+class _Phase(TypedDict):
+    phase: Literal["forming", "running", "ended"]
+
+
+class _Document(_Phase, total=False):
+    round: Count
+    attempt: Count
+    run: Name
+    members: list[_Host]
+    store: tuple[str, Port]
+    beat: Count
+
+
+#: Fields that a document must have in each phase.
+_NEEDED = {
+    FORMING: ("round", "attempt", "run", "members"),
+    RUNNING: ("round", "attempt", "run", "members", "store"),
+    ENDED: (),
+}
+
+
+def read_document(raw: bytes, key: str) -> dict[str, Any]:
+    """The document; raises DamagedRecord. ``key``: where it is kept, for the message."""
+    document: dict[str, Any] = decode(raw, _Document, key, ADVICE)
+    phase = document["phase"]
+    for name in _NEEDED[phase]:
+        if name not in document:
+            raise damaged(key, f"it is {phase} without {name!r}", ADVICE)
+    if phase == RUNNING and not document["members"]:
+        raise damaged(key, "it is running without members", ADVICE)
+    return document | {"store": list(document["store"])} if "store" in document else document
+
 
 C10D = "c10d"
 BACKENDS = (C10D, ETCD)
@@ -169,7 +216,7 @@ class Register:
         except RendezvousStateError as error:
             raise damaged(self._key, f"it is not encoded ({error.__cause__})", ADVICE) from None
         while True:
-            document = None if state is None else self._decode(state[0])
+            document = None if state is None else read_document(state[0], self._key)
             wanted = how(document)
             if wanted is None:
                 return document
@@ -180,6 +227,3 @@ class Register:
                 return wanted
             else:
                 state = answer[:2]
-
-    def _decode(self, raw: bytes) -> dict[str, Any]:
-        return read_document(raw, self._key)

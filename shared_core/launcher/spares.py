@@ -17,7 +17,7 @@ from shared_core.protocol.generation import CauseKind
 from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
 from shared_core.protocol.progress_file import path_of, read_progress
 from shared_core.system import process
-from shared_core.system.memory import machine_bytes, private_bytes
+from shared_core.system.process import machine_bytes, private_bytes
 
 #: Pauses before another standby is considered, in seconds: after one that cannot be started now, and after all that
 #: were wanted.

@@ -70,8 +70,7 @@ class Standby:
         report: its answer about the imports (``threads``, ``seconds``, ``failed``).
         outstanding: requests without an answer, by token.
 
-    Raises:
-        OSError: no process can be started.
+    Raises OSError if no process can be started.
     """
 
     spawn: ClassVar[Callable[[socket.socket, dict[str, str]], int]] = staticmethod(_spawn_zygote)

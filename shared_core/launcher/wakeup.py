@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Wakeup:
-    """A selector that ends its wait when a signal arrives or :meth:`poke` is called.
+    """A selector that ends its wait when a signal arrives or :meth:`tell` is called.
 
     Attributes:
         selector: register further descriptors here.
@@ -51,15 +51,11 @@ class Wakeup:
         else:
             self.received.append(number)
 
-    def poke(self) -> None:
-        """End the wait. Any thread may call."""
-        with suppress(OSError):
-            self._write.send(b"p")
-
     def tell(self) -> None:
         """End the wait: there is something to read in the job's store. Any thread may call."""
         self.told = True
-        self.poke()
+        with suppress(OSError):
+            self._write.send(b"p")
 
     def take(self) -> bool:
         """Reset :attr:`told`, and return what it was. Call before the store is read."""
@@ -73,7 +69,6 @@ class Wakeup:
                 pass
 
     def close(self) -> None:
-        """Restore the signal handlers, and close the descriptors."""
         if self._old_handlers:
             signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old_handlers.items():

@@ -1,7 +1,8 @@
 """Records that the processes of a job leave for each other in its store: checked against a shape when they are read.
 
-A shape is a type: a dataclass, a ``TypedDict``, ``list[str]``, ``tuple[Count, ...]``, ``dict[str, X]``, ``X | None``.
-Who defines a record so defines once what every reader of it accepts. What is stored is JSON, or a word.
+A shape is a type: a dataclass, a ``TypedDict``, an ``Enum``, ``list[str]``, ``tuple[Count, ...]``, ``dict[str, X]``,
+``dict[Count, X]``, ``set[Count]``, ``X | None``. Who defines a record so defines once what every reader of it accepts.
+What is stored is JSON, or a word.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 import reprlib
 import types
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -98,12 +100,28 @@ def decode(raw: bytes | str, shape: Any, key: str, advice: str = "") -> Any:
         raise damaged(key, f"it is not JSON ({error})", advice) from None
 
 
+def dumps(value: Any) -> str:
+    """What :func:`decode` reads: dataclasses as objects, enumerations as their values, sets as lists."""
+    return json.dumps(value, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return sorted(value) if isinstance(value, set | frozenset) else vars(value)
+
+
 @dataclass(frozen=True)
-class FramedRecord:
-    """A record whose JSON has its fields."""
+class Record:
+    """A record whose JSON has all of its fields, those with defaults too."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return dumps(self)
+
+
+@dataclass(frozen=True)
+class FramedRecord(Record):
+    """A record that is checked by its shape alone."""
 
     @classmethod
     def from_json(cls, raw: bytes | str, key: str = "", rank: int | None = None) -> Self:
@@ -147,10 +165,13 @@ def fit(value: Any, shape: Any) -> Any:
         if value is not None and type(value) not in _SCALARS:
             raise _Wrong("not text, a number or a truth value", value)
         return None if value is None else _scalar(value, type(value))
-    if kind in (list, tuple):
+    if kind in (list, tuple, set, frozenset):
         return kind(_items(value, kind, arguments))
     if kind is dict:
-        return {_at(f".{key}", key, arguments[0]): _at(f".{key}", each, arguments[1]) for key, each in _object(value)}
+        named, shape = arguments
+        return {_at(f".{key}", _key(key, named), named): _at(f".{key}", each, shape) for key, each in _object(value)}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(fit(value, Literal[tuple(each.value for each in kind)]))
     if is_dataclass(kind) or is_typeddict(kind):
         return kind(**_members(dict(_object(value)), kind))
     return _scalar(value, kind)
@@ -166,11 +187,16 @@ def _at(place: str, value: Any, shape: Any) -> Any:
 def _items(value: Any, kind: type, arguments: tuple[Any, ...]) -> list[Any]:
     if not isinstance(value, list):
         raise _Wrong("not a list", value)
-    if kind is list or arguments[-1] is Ellipsis:
+    if kind is not tuple or arguments[-1] is Ellipsis:
         arguments = (arguments[0],) * len(value)
     elif len(value) != len(arguments):
         raise _Wrong(f"not a list of {len(arguments)}", value)
     return [_at(f"[{place}]", each, shape) for place, (each, shape) in enumerate(zip(value, arguments, strict=True))]
+
+
+def _key(key: str, shape: Any) -> Any:
+    """Names in JSON are text, also those that are numbers."""
+    return int(key) if shape == Count and key.isdecimal() else key
 
 
 def _object(value: Any) -> Iterable[tuple[str, Any]]:
@@ -190,10 +216,10 @@ def _members(values: dict[str, Any], kind: Any) -> dict[str, Any]:
 @cache
 def _shapes(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Shapes by name, and the names that must be there."""
-    shapes = get_type_hints(kind, include_extras=True)
+    shapes, all_of_it = get_type_hints(kind, include_extras=True), issubclass(kind, Record)
     if not is_dataclass(kind):
         return shapes, frozenset(kind.__required_keys__)
-    fixed = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
+    fixed = {e.name for e in fields(kind) if all_of_it or (e.default is MISSING and e.default_factory is MISSING)}
     return {each.name: shapes[each.name] for each in fields(kind)}, frozenset(fixed)
 
 

@@ -39,6 +39,7 @@ class RaisedError:
 
     summary: str
     place: str
+    trace: str = field(default="", compare=False)
 
     @property
     def kind(self) -> str:
@@ -52,7 +53,7 @@ class RaisedError:
             return None
         more = message.get("extraInfo")
         trace = str(more.get("py_callstack", "")) if isinstance(more, dict) else ""
-        return cls(str(message.get("message", "")), _place(trace))
+        return cls(str(message.get("message", "")), _place(trace), trace)
 
 
 def _place(trace: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -143,9 +142,6 @@ class Frontier(FramedRecord):
     boundary: Count = 0
     kept: list[Count] = field(default_factory=list)
     outside: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self), separators=(",", ":"), default=vars)
 
 
 def read_frontiers(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:

@@ -5,13 +5,12 @@ Entry g is the key ``gen/{g}`` in the job's store, below the attempt's prefix. G
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, TypedDict
+from typing import Any
 
-from shared_core.protocol.codec import Count, damaged, decode
+from shared_core.protocol.codec import Count, Record, damaged, decode, dumps
 from shared_core.protocol.worker_env import Resized
 
 #: Version of the form in which an entry is stored.
@@ -93,11 +92,11 @@ class Cause:
 
     kind: CauseKind
     text: str
-    who: int
+    who: Count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(Record):
     """What one entry says. An agent leaves the first three out: the ledger adds them.
 
     Attributes:
@@ -113,18 +112,18 @@ class Entry:
         line: what the next attempt continues from, if not from a checkpoint or the beginning.
     """
 
-    generation: int = 0
-    incarnations: tuple[int, ...] = ()
-    absent: frozenset[int] | None = None
+    generation: Count = 0
+    incarnations: tuple[Count, ...] = ()
+    absent: frozenset[Count] | None = None
     kind: EntryKind = EntryKind.FORM
     causes: tuple[Cause, ...] = ()
     detected: float = 0.0
     machines: tuple[str | None, ...] = ()
-    stay: tuple[int, ...] = ()
+    stay: tuple[Count, ...] = ()
     after: tuple[str, ...] = ()
     reason: str = ""
     rank: int = -1
-    workers: int = 0
+    workers: Count = 0
     line: Resized | None = None
 
     @property
@@ -173,25 +172,8 @@ class Entry:
         return fields | ({"reason": self.reason} if self.reason else {})
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "version": VERSION,
-                "generation": self.generation,
-                "kind": self.kind.value,
-                "size": len(self.incarnations),
-                "replaced": [each for each in enumerate(self.incarnations) if each[1]],
-                "absent": None if self.absent is None else sorted(self.absent),
-                "causes": [[cause.kind.value, cause.text, cause.who] for cause in self.causes],
-                "detected": self.detected,
-                "machines": self.machines,
-                "stay": self.stay,
-                "after": self.after,
-                "reason": self.reason,
-                "rank": self.rank,
-                "workers": self.workers,
-                "line": None if self.line is None else asdict(self.line),
-            }
-        )
+        replaced = {rank: number for rank, number in enumerate(self.incarnations) if number}
+        return dumps(_StoredEntry(VERSION, len(self.incarnations), replaced, replace(self, incarnations=())))
 
     @classmethod
     def from_json(cls, raw: bytes, generation: int, world_size: int) -> Entry:
@@ -199,60 +181,33 @@ class Entry:
         it could start workers in an endless loop.
         """
         key = generation_key(generation)
-        stored: _StoredGeneration = decode(raw, _StoredGeneration, key)
-        size, replaced = stored["size"], stored["replaced"]
-        if size != world_size:
-            raise damaged(key, f"it is for {size} workers, not {world_size}")
-        if any(rank >= size for rank, _ in replaced):
-            raise damaged(key, f"replaced names rank {max(replaced)[0]}, and there are {size}")
-        incarnations = [0] * size
-        for rank, number in replaced:
-            incarnations[rank] = number
-        entry = Entry(
-            generation=stored["generation"],
-            incarnations=tuple(incarnations),
-            absent=None if stored["absent"] is None else frozenset(stored["absent"]),
-            kind=EntryKind(stored["kind"]),
-            causes=tuple(Cause(CauseKind(kind), text, who) for kind, text, who in stored["causes"]),
-            detected=stored["detected"],
-            machines=stored["machines"],
-            stay=stored["stay"],
-            after=stored["after"],
-            reason=stored["reason"],
-            rank=stored["rank"],
-            workers=stored["workers"],
-            line=stored["line"],
-        )
-        if wrong := _wrong_in(entry, stored["version"], generation, world_size):
+        stored: _StoredEntry = decode(raw, _StoredEntry, key)
+        if wrong := _wrong_in(stored, generation, world_size):
             raise damaged(key, wrong)
-        return entry
+        return replace(stored.entry, incarnations=tuple(stored.replaced.get(rank, 0) for rank in range(stored.size)))
 
 
-class _StoredGeneration(TypedDict):
+@dataclass(frozen=True)
+class _StoredEntry:
+    """An entry with its incarnations apart, as most are 0: ``size`` of them, and those that are not, by rank."""
+
     version: Count
-    generation: Count
-    kind: Literal["form", "continue", "drain", "release", "restart", "resize", "fail"]
     size: Count
-    replaced: list[tuple[Count, Count]]
-    absent: list[Count] | None
-    causes: list[tuple[Literal["died", "divergent", "machine", "planned"], str, Count]]
-    detected: float
-    machines: tuple[str | None, ...]
-    stay: tuple[Count, ...]
-    after: tuple[str, ...]
-    reason: str
-    rank: int
-    workers: Count
-    line: Resized | None
+    replaced: dict[Count, Count]
+    entry: Entry
 
 
-def _wrong_in(entry: Entry, version: int, generation: int, world_size: int) -> str:
+def _wrong_in(stored: _StoredEntry, generation: int, world_size: int) -> str:
     """What is wrong in an entry of the right shape; empty if nothing is."""
-    if version != VERSION:
-        return f"version is {version}, not {VERSION}"
+    entry = stored.entry
+    if stored.version != VERSION:
+        return f"version is {stored.version}, not {VERSION}"
+    if stored.size != world_size:
+        return f"it is for {stored.size} workers, not {world_size}"
     if entry.generation != generation:
         return f"generation is {entry.generation}, not {generation}"
-    for name, ranks in (("absent", entry.absent or ()), ("causes", entry.failed), ("stay", entry.stay)):
+    ranked = {"replaced": stored.replaced, "absent": entry.absent or (), "causes": entry.failed, "stay": entry.stay}
+    for name, ranks in ranked.items():
         if any(rank >= world_size for rank in ranks):
             return f"{name} names rank {max(ranks)}, and there are {world_size}"
     if not -1 <= entry.rank < world_size:

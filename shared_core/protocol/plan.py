@@ -7,21 +7,22 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary
-from shared_core.protocol.members import Members, members_of
+from shared_core.protocol.codec import Count, Record, damaged, decode
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, PerChannel, StepBoundary
+from shared_core.protocol.members import Members, members_of, wrong_members
 
 
 @dataclass(frozen=True)
 class Transfer:
     """Logged results that ``source`` sends to ``destination``: per group, sequence numbers."""
 
-    source: int
-    destination: int
-    entries: dict[str, list[int]]
+    source: Count
+    destination: Count
+    entries: dict[str, list[Count]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """What all ranks do in one generation.
 
     Attributes:
@@ -39,15 +40,15 @@ class Plan:
         logged: survivors keep their messages on disk.
     """
 
-    boundaries: dict[int, StepBoundary | None]
-    donors: dict[int, int]
+    boundaries: dict[Count, StepBoundary | None]
+    donors: dict[Count, Count]
     transfers: tuple[Transfer, ...]
-    redo: dict[str, set[int]]
-    received: dict[str, dict[str, int]] = field(default_factory=dict)
-    leave: frozenset[int] = frozenset()
+    redo: dict[str, set[Count]]
+    received: dict[str, PerChannel] = field(default_factory=dict)
+    leave: frozenset[Count] = frozenset()
     copies: bool = False
-    newest: int = 0
-    oldest: int = 0
+    newest: Count = 0
+    oldest: Count = 0
     logged: bool = False
 
     @property
@@ -318,3 +319,44 @@ def _transfers(groups: list[_PlannedGroup], boundaries: Mapping[int, StepBoundar
                 source = min(r for r, log in holders.items() if seq in log)
                 moves.setdefault((source, rank), {}).setdefault(group.name, []).append(seq)
     return tuple(Transfer(source, destination, entries) for (source, destination), entries in sorted(moves.items()))
+
+
+@dataclass(frozen=True)
+class Agreed(Record):
+    """What was decided for one generation: a plan, or ``failed``, why there is none."""
+
+    plan: Plan | None
+    failed: str = ""
+
+    def plan_or_fail(self) -> Plan:
+        """Raises RecoveryFailed if there is no plan."""
+        if self.plan is None:
+            raise RecoveryFailed(self.failed)
+        return self.plan
+
+    @classmethod
+    def from_json(cls, raw: bytes | str, key: str, world_size: int) -> Agreed:
+        """Inverse of :meth:`to_json`; raises DamagedRecord. ``key``: where it was in the store, for the message."""
+        found: Agreed = decode(raw, cls, key)
+        if (found.plan is None) != bool(found.failed):
+            raise damaged(key, "it is not either a plan or why there is none")
+        if found.plan is not None and (wrong := _wrong_in(found.plan, world_size)):
+            raise damaged(key, wrong)
+        return found
+
+
+def _wrong_in(plan: Plan, world_size: int) -> str:
+    """What is wrong in a plan of the right shape; empty if nothing is."""
+    if most := [rank for rank in _ranks(plan) if rank >= world_size]:
+        return f"plan names rank {max(most)}, and there are {world_size}"
+    for boundary in plan.boundaries.values():
+        for name, ranks in boundary.members.items() if boundary is not None else ():
+            if wrong := wrong_members(ranks, world_size):
+                return f"the members of group {name!r} are {wrong}"
+    return ""
+
+
+def _ranks(plan: Plan) -> Iterator[int]:
+    yield from (*plan.boundaries, *plan.donors, *plan.donors.values(), *plan.leave)
+    for each in plan.transfers:
+        yield from (each.source, each.destination)

@@ -109,14 +109,19 @@ class ProgressFile:
         PROGRESS.pack_into(self._map, 0, self._boundaries, flag, time.time())
 
 
-def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | None:
-    """``(boundaries, inside a collective, time of the last change)``; None if nothing was written yet."""
+def _read(path: str | os.PathLike[str], size: int) -> bytes | None:
+    """The first ``size`` bytes; None where there are not so many."""
     try:
         with open(path, "rb") as file:
-            raw = file.read(PROGRESS.size)
+            raw = file.read(size)
     except OSError:
         return None
-    if len(raw) < PROGRESS.size:
+    return raw if len(raw) == size else None
+
+
+def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | None:
+    """``(boundaries, inside a collective, time of the last change)``; None if nothing was written yet."""
+    if (raw := _read(path, PROGRESS.size)) is None:
         return None
     boundaries, flag, changed = PROGRESS.unpack(raw)
     return (boundaries, bool(flag), changed) if changed else None
@@ -124,12 +129,7 @@ def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | Non
 
 def read_pace(path: str | os.PathLike[str]) -> Pace | None:
     """None if nothing was written yet, or the file is damaged."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(_LOSS + LOSS.size)
-    except OSError:
-        return None
-    if len(raw) < _LOSS + LOSS.size:
+    if (raw := _read(path, _STEPS)) is None:
         return None
     boundaries, flag, changed = PROGRESS.unpack_from(raw)
     since_boundaries, since, newest, log_bytes = PACE.unpack_from(raw, PROGRESS.size)
@@ -142,10 +142,6 @@ def read_pace(path: str | os.PathLike[str]) -> Pace | None:
 
 def read_steps(path: str | os.PathLike[str]) -> Steps:
     """The last steps; none where nothing was written, or the file is damaged."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(PROGRESS_BYTES)[_STEPS:]
-    except OSError:
-        return {}
-    rows = list(STEP.iter_unpack(raw)) if len(raw) == STEPS * STEP.size else []
+    raw = _read(path, PROGRESS_BYTES)
+    rows = list(STEP.iter_unpack(raw[_STEPS:])) if raw is not None else []
     return {row[0]: row[1:] for row in rows if row[0] and all(math.isfinite(each) and each >= 0 for each in row[1:])}

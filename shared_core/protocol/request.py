@@ -47,7 +47,6 @@ class StartRequest:
     first: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """One line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod

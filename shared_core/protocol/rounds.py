@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict
 
-from shared_core.protocol.codec import Count, damaged, decode
+from shared_core.protocol.codec import Count, Record, damaged, decode
 
 #: No replacement is in, and none will be in this generation.
 NOBODY = "[]"
@@ -28,12 +27,12 @@ def admitting_key(generation: int, rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(Record):
     """Replacements that are admitted together: ``ranks`` of those ``absent`` before."""
 
-    generation: int
-    absent: frozenset[int]
-    ranks: frozenset[int]
+    generation: Count
+    absent: frozenset[Count]
+    ranks: frozenset[Count]
 
     @property
     def away(self) -> frozenset[int]:
@@ -56,25 +55,19 @@ class Round:
     def members(self, world_size: int) -> tuple[int, ...]:
         return tuple(rank for rank in range(world_size) if rank not in self.away)
 
-    def to_json(self) -> str:
-        return json.dumps({"absent": sorted(self.absent), "ranks": sorted(self.ranks)})
-
     @classmethod
     def from_json(cls, raw: bytes | str, generation: int, rank: int, world_size: int) -> Round:
         """Inverse of :meth:`to_json`, for the replacement of ``rank``; raises DamagedRecord."""
         key = admitting_key(generation, rank)
-        stored: _StoredRound = decode(raw, _StoredRound, key)
-        absent, ranks = frozenset(stored["absent"]), frozenset(stored["ranks"])
+        found: Round = decode(raw, cls, key)
+        absent, ranks = found.absent, found.ranks
+        if found.generation != generation:
+            raise damaged(key, f"it is of generation {found.generation}")
         if not absent < frozenset(range(world_size)):
             raise damaged(key, f"it has the absent ranks {sorted(absent)}, and there are {world_size}")
         if rank not in ranks or not ranks <= absent:
             raise damaged(key, f"it lets ranks {sorted(ranks)} in, of {sorted(absent)}")
-        return cls(generation, absent, ranks)
-
-
-class _StoredRound(TypedDict):
-    absent: list[Count]
-    ranks: list[Count]
+        return found
 
 
 def ranks_in(said: bytes | str, key: str, absent: frozenset[int]) -> frozenset[int]:

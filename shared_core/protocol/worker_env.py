@@ -14,7 +14,7 @@ from shared_core.errors import ConfigError, CorruptFile
 from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import RUN
 from shared_core.plain_json import parse
-from shared_core.protocol.codec import Count, FramedRecord
+from shared_core.protocol.codec import Count, FramedRecord, fit
 
 STORE = "SWIFT_RECOVERY_STORE"
 GENERATION = "SWIFT_RECOVERY_GENERATION"
@@ -115,9 +115,6 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
 
 
 def _parsed(source: Mapping[str, str]) -> WorkerEnv:
-    machines = parse(source.get(MACHINES) or "[]")
-    if not isinstance(machines, list) or not all(each is None or isinstance(each, str) for each in machines):
-        raise ValueError(f"{MACHINES} names no machines")
     return WorkerEnv(
         rank=int(source["RANK"]),
         world_size=int(source["WORLD_SIZE"]),
@@ -132,7 +129,7 @@ def _parsed(source: Mapping[str, str]) -> WorkerEnv:
         command=Command.from_json(source.get(COMMAND, "")),
         handed_over=HANDED_OVER in source,
         slot=int(source.get("GROUP_RANK", "0")),
-        machines=tuple(machines),
+        machines=fit(parse(source.get(MACHINES) or "[]"), tuple[str | None, ...]),
         resized=Resized.from_json(source[RESIZED]) if source.get(RESIZED) else None,
         run=source.get(RUN, ""),
         spare=SPARE in source,

@@ -6,6 +6,7 @@ kernel tells.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,16 @@ from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.leaving import Leave
 from shared_core.protocol.preparing import Prepared
+
+#: Queues of the store, one for each machine's place: what wakes its agent, workers' reports to it, workers whose state
+#: is damaged, agents that tell each other who is to leave, hot standbys that wait for their rank's place.
+WORDS, REPORTS, DAMAGED, LEAVES, PREPARED = "words", "reports", "damaged", "leaves", "prepared"
+#: Name of a file in the job's folder, and of a key in the attempt's store: they tell rank 0 that the job ends.
+ENDING = "ending"
+#: Key that rank 0 sets when the last checkpoint is committed, or cannot be.
+SAVED = "saved"
+#: Signals that ask for a last checkpoint some time before the end.
+EARLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -88,14 +99,14 @@ WISH_BYTES = 1 << 16
 SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
-    "saved": CheckpointSaved,
+    SAVED: CheckpointSaved,
     "handed": Handed,
     "declined": Declined,
-    "reports": Trains,
+    REPORTS: Trains,
     "divergent": list[Count],
-    "prepared": Prepared,
-    "damaged": Damaged,
-    "leaves": Leave,
+    PREPARED: Prepared,
+    DAMAGED: Damaged,
+    LEAVES: Leave,
 }
 _WORDS = ("fail", "restart")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from shared_core.report.history import Answer, EventMark, History
-from shared_core.report.lives import Doing
+from shared_core.report.history import Answer, Doing, EventMark, History, PartKind
 from shared_core.report.markup import Element, add, new
-from shared_core.report.parts import PartKind
 from shared_core.report.text import in_seconds
 
 #: Units of the drawing; it is scaled to the width of the page.

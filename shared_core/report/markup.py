@@ -45,7 +45,6 @@ def table(parent: Element, header: Iterable[str], rows: Iterable[Iterable[object
 
 
 def to_html(root: Element) -> str:
-    """The element and what is in it, as HTML."""
     return ElementTree.tostring(root, encoding="unicode", method="html")
 
 

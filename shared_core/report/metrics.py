@@ -28,9 +28,7 @@ def read_curve(path: str | os.PathLike[str], name: str | None = None) -> tuple[s
         path: of the file; a line that begins with ``{`` makes it one of JSON lines.
         name: of the metric; by default the first whose name has ``loss`` in it.
 
-    Raises:
-        ConfigError: there is no such metric in it, or no step.
-        OSError: it cannot be read.
+    Raises ConfigError if there is no such metric in it, or no step.
     """
     with open_regular(path) as file:
         text = file.read().decode(errors="replace")

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shared_core.report import drawings
-from shared_core.report.history import History, goodput, outages, stall_s
-from shared_core.report.lives import Doing
+from shared_core.report.history import Doing, History, PartKind, goodput, outages, stall_s
 from shared_core.report.markup import Element, add, new, table, to_html
 from shared_core.report.metrics import thinned
-from shared_core.report.parts import PartKind
 from shared_core.report.saved import savings
 from shared_core.report.text import in_bytes, in_seconds, in_time
 

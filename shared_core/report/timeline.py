@@ -328,7 +328,6 @@ def _line(event: Event, start: float, color: bool) -> str:
 
 
 def ended(events: Sequence[Event]) -> str:
-    """How a run has ended, in words."""
     end = next((event for event in reversed(events) if event.kind == "end"), None)
     if end is None:
         return "the job runs, or its launcher was killed"

@@ -61,27 +61,11 @@ def _named(pid: int, name: str, threads: dict[int, str]) -> list[dict[str, Any]]
 def _slice(name: str, cat: str, begin: float, end: float, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
     """Rounded at both ends alike, so that neighbours neither overlap nor come apart."""
     since, until = round(begin * 1e6), round(end * 1e6)
-    return {
-        "name": name,
-        "cat": cat,
-        "ph": "X",
-        "ts": since,
-        "dur": until - since,
-        "pid": pid,
-        "tid": tid,
-        "args": args,
-    }
+    where = {"pid": pid, "tid": tid, "args": args}
+    return {"name": name, "cat": cat, "ph": "X", "ts": since, "dur": until - since} | where
 
 
 def _instant(name: str, cat: str, at: float, scope: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
     """``scope``: ``t`` for the thread, ``p`` for the process, ``g`` for all."""
-    return {
-        "name": name,
-        "cat": cat,
-        "ph": "i",
-        "ts": round(at * 1e6),
-        "pid": pid,
-        "tid": tid,
-        "s": scope,
-        "args": args,
-    }
+    where = {"pid": pid, "tid": tid, "s": scope, "args": args}
+    return {"name": name, "cat": cat, "ph": "i", "ts": round(at * 1e6)} | where

@@ -15,7 +15,7 @@ from shared_core.reroute.split import kept_tensors
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, held_without_failure
 from shared_core.schedule.timing import StageTimes, Times
-from shared_core.system.memory import machine_bytes
+from shared_core.system.process import machine_bytes
 
 #: Name of transfers among the samples; other samples have the names of the kinds of actions.
 COMMUNICATION = "communication"

@@ -1,17 +1,23 @@
-"""The private folder of a job, in memory where possible, and gone afterwards even if the agent was killed."""
+"""The private folder of a job, in memory where possible, and gone afterwards even if the agent was killed; in it a card
+by which those who watch find the job.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from shared_core.errors import ConfigError, OutOfResources
+from shared_core.plain_json import is_count, parse
 from shared_core.resources import TOLD, free_bytes
 from shared_core.system import marker
 from shared_core.system.marker import MADE
@@ -30,7 +36,7 @@ LEAST_BYTES = 16 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Locked for as long as the launcher lives.
 LOCK = "lock"
-#: Which job it is, see shared_core/system/card.py.
+#: Which job it is, see :class:`Card`.
 CARD = "card.json"
 #: Start of the names of files that are made when a rank begins to train, see shared_core/worker/start/truncation.py.
 TRAINS = "trains."
@@ -255,3 +261,72 @@ def _remove_abandoned(at: int, name: str) -> None:
             os.close(lock)
     finally:
         os.close(folder)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One job on this machine.
+
+    Attributes:
+        name: of the job, as ``--rdzv-id`` gives it.
+        begun: ``time.time()`` of its start.
+        events: path of ``events.jsonl``; empty if there is none.
+        events_from: size of that file before the job's first event, in bytes.
+    """
+
+    run: str = ""
+    name: str = ""
+    script: str = ""
+    host: str = ""
+    agent: int = 0
+    begun: float = 0.0
+    events: str = ""
+    events_from: int = 0
+
+    def write(self, job_dir: Path) -> None:
+        """Leave it in the job's folder, atomically; an OSError is ignored, as no job depends on it."""
+        with suppress(OSError):
+            fresh = job_dir / f"{CARD}.new"
+            fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            os.replace(fresh, job_dir / CARD)
+
+    @classmethod
+    def read(cls, job_dir: Path) -> Card | None:
+        """The card in a job's folder; None if there is none, or it is damaged."""
+        try:
+            found = parse((job_dir / CARD).read_bytes())
+            card = cls(**{each.name: found[each.name] for each in fields(cls)})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        words = (card.run, card.name, card.script, card.host, card.events)
+        good = all(isinstance(word, str) for word in words) and is_count(card.agent) and is_count(card.events_from)
+        return card if good and type(card.begun) is float and abs(card.begun) < 1e11 else None
+
+
+def jobs_here() -> Iterator[tuple[Path, Card]]:
+    """Folders and cards of the jobs of this user that run on this machine."""
+    for parent in places():
+        for folder in sorted(Path(parent).glob(f"{PREFIX}*")):
+            with suppress(OSError):
+                if os.lstat(folder).st_uid != os.geteuid():
+                    continue
+                card = Card.read(folder)
+                if card is not None and is_held(folder):
+                    yield folder, card
+
+
+def is_held(job_dir: Path) -> bool:
+    """Whether the launcher of the job lives: it holds a lock in the folder."""
+    try:
+        fd = os.open(job_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False

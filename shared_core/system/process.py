@@ -1,4 +1,4 @@
-"""Linux primitives of the agent: subreaper, parent-death signal, process states, wait statuses."""
+"""Linux primitives: subreaper, parent-death signal, process states and titles, wait statuses, memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -103,20 +103,23 @@ def fork_away(tell: Callable[[int], None] = lambda _: None) -> bool:
 def state_of(pid: int) -> str | None:
     """Letter of a process' state as in ``/proc/PID/stat``; None if it is gone, ``?`` if nobody can look."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            raw = file.read()
+        return _stat(pid)[0].decode()
     except OSError as error:
         return "?" if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else None
-    # the command name stands in parentheses and may hold parentheses itself
-    return chr(raw[raw.rindex(b")") + 2])
+
+
+def _stat(pid: int | str) -> list[bytes]:
+    """The fields of ``/proc/PID/stat`` from the third on."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        raw = file.read()
+    # the second, the command name, stands in parentheses and may hold parentheses itself
+    return raw[raw.rindex(b")") + 2 :].split()
 
 
 def usage(pid: int) -> tuple[float, int] | None:
     """Seconds of processor time that a process has used, and bytes of memory that it holds; None if nobody can look."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            raw = file.read()
-        words = raw[raw.rindex(b")") + 2 :].split()
+        words = _stat(pid)
         ticks, pages = int(words[11]) + int(words[12]), int(words[21])
     except (OSError, ValueError, IndexError):
         return None
@@ -127,10 +130,9 @@ def begun() -> float:
     """When this process was started, in seconds since the epoch. An ``exec`` since then does not count."""
     now = time.time()
     try:
-        raw = Path("/proc/self/stat").read_bytes()
+        ticks = int(_stat("self")[19])
     except OSError:
         return now
-    ticks = int(raw[raw.rindex(b")") + 2 :].split()[19])
     return now - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -210,3 +212,94 @@ def open_pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return None
+
+
+# -- what ``ps`` and ``top`` show: rank and script -------------------------------------------------------------------
+# ``ps`` reads the memory that held the command line. It is written over in place: that needs no privilege and no other
+# package, and a forked child has its own copy. The title has at most the room of the command line before it.
+
+_PR_SET_NAME = 15
+#: Longest name in ``top`` and ``ps -e``, in bytes.
+_NAME_BYTES = 15
+#: Places of ``arg_start`` and ``arg_end`` in ``/proc/PID/stat`` after the name, which is the second field.
+_ARG_START, _ARG_END = 45, 46
+
+_bounds: tuple[int, int] | None = None
+
+
+def set_title(role: str, target: str = "", args: Sequence[str] = ()) -> None:
+    """Have this process shown as ``swift ROLE: TARGET ARGS``, as far as there is room; else nothing happens."""
+    set_name(role)
+    with suppress(OSError, ValueError, IndexError):
+        start, end = _arguments()
+        text = fitting(f"swift {role}", target, args, end - start - 1)
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def set_name(role: str) -> None:
+    """Have this process named ``swift ROLE`` in ``top``; its command line stays."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"swift {role}".encode()[:_NAME_BYTES], 0, 0, 0)
+
+
+def fitting(name: str, target: str, args: Sequence[str], room: int) -> bytes:
+    """The title in at most ``room`` bytes; of a long path the end is kept, by which it can be found.
+
+    A last byte of zero must follow, by which the kernel knows that the title ends where the command line did.
+    """
+    if not target:
+        return name.encode(errors="surrogateescape")[:room]
+    head = f"{name}: ".encode()
+    path = target.encode(errors="surrogateescape")
+    if len(head) + len(path) > room:
+        path = Path(target).name.encode(errors="surrogateescape")
+    rest = b"".join(b" " + arg.encode(errors="surrogateescape") for arg in args)
+    return (head + path + rest).replace(b"\0", b" ")[:room]
+
+
+def _arguments() -> tuple[int, int]:
+    """Where the command line of this process lies in its memory; of a forked child where its parent's did."""
+    global _bounds
+    if _bounds is None:
+        fields = _stat("self")
+        start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        if not 0 < start < end:
+            raise ValueError("the command line of this process cannot be found")
+        _bounds = start, end
+    return _bounds
+
+
+# -- memory of this machine, and of one process --------------------------------------------------------------------
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process has to itself; 0 if nobody knows."""
+    found = _fields(Path(f"/proc/{pid}/smaps_rollup"))
+    return sum(found.get(name, 0) for name in ("Private_Clean", "Private_Dirty", "Private_Hugetlb"))
+
+
+def machine_bytes(root: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """``(free, total)``: what processes can still get, and all there is; limits of the container (cgroups 2) count."""
+    found = _fields(meminfo)
+    free, total = found.get("MemAvailable", 0), found.get("MemTotal", 0)
+    with suppress(OSError, ValueError):
+        limit = int((root / "memory.max").read_text())  # "max" where there is none
+        used = int((root / "memory.current").read_text())
+        counts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(counts.get("inactive_file", 0)))
+        total = min(total, limit)
+    return max(0, free), total
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The ``Name: N kB`` lines of a file in ``/proc``, in bytes."""
+    found: dict[str, int] = {}
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            words = rest.split()
+            if len(words) == 2 and words[1] == "kB":
+                found[name] = int(words[0]) << 10
+    return found

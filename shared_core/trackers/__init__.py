@@ -3,8 +3,6 @@
 Only this package imports Weights & Biases and MLflow, and only where the script uses them.
 """
 
-from shared_core.trackers.rows import Rows, Service
-from shared_core.trackers.runs import note_file, note_runs, prepare, take_up
-from shared_core.trackers.services import Mlflow, of_wandb
+from shared_core.trackers.rows import Mlflow, Rows, Service, note_file, note_runs, of_wandb, prepare, take_up
 
 __all__ = ["Mlflow", "Rows", "Service", "note_file", "note_runs", "of_wandb", "prepare", "take_up"]

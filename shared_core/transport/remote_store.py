@@ -6,6 +6,7 @@ lengths. Whoever waits for a key holds a thread of the agent, and is given up th
 
 from __future__ import annotations
 
+import copy
 import os
 import select
 import struct
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from shared_core.system.wire import Link
-from shared_core.transport.store import Bell, MemoryStore, StoreError
+from shared_core.transport.store import Bell, MemoryStore, Store, StoreError
 
 #: Kind of the frame with which a connection becomes one to the store.
 OPEN = b"K"
@@ -127,15 +128,15 @@ def _do(store: MemoryStore, kind: bytes, fields: list[bytes], bell: Callable[[],
         raise ConnectionError(f"no request to the job's store: {error}") from error
 
 
-class RemoteStore:
-    """The job's store over a link; a :class:`~shared_core.transport.store.Store`.
+class RemoteStore(Store):
+    """The job's store over a link.
 
     Threads take turns, also while one waits for a key: a thread that may block needs a store of its own. ``link`` is
     closed with this object.
     """
 
     def __init__(self, link: Link, timeout_s: float) -> None:
-        self._link, self._timeout_s = link, timeout_s
+        self._link, self._timeout_s, self._prefix = link, timeout_s, ""
         self._lock = threading.Lock()
         link.settimeout(_ANSWER_S)
         with self._translated():
@@ -145,39 +146,42 @@ class RemoteStore:
         with suppress(OSError):
             self._link.close()
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._ask(_SET, key, value)
+    def below(self, prefix: str) -> RemoteStore:
+        """The keys that begin with ``prefix``, without it, over the same link."""
+        store = copy.copy(self)
+        store._prefix += prefix
+        return store
 
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(_SET, self._key(key), value)
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
         wait_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._ask(_GET, str(wait_s), *keys, wait_s=wait_s)
-
-    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        self.multi_get(keys, timeout_s)
+        return self._ask(_GET, str(wait_s), *map(self._key, keys), wait_s=wait_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(_CHECK, *keys)[0])
+        return bool(self._ask(_CHECK, *map(self._key, keys))[0])
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(_ADD, key, str(amount))[0])
+        return int(self._ask(_ADD, self._key(key), str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask(_COMPARE_SET, key, expected, desired)[0]
+        return self._ask(_COMPARE_SET, self._key(key), expected, desired)[0]
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(_DELETE, key)[0])
+        return bool(self._ask(_DELETE, self._key(key))[0])
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        self._ask(_PUSH, key, value)
+        self._ask(_PUSH, self._key(key), value)
 
     def queue_pop(self, key: str) -> bytes:
-        return self._ask(_POP, str(self._timeout_s), key, wait_s=self._timeout_s)[0]
+        return self._ask(_POP, str(self._timeout_s), self._key(key), wait_s=self._timeout_s)[0]
 
     def queue_len(self, key: str) -> int:
-        return int(self._ask(_LENGTH, key)[0])
+        return int(self._ask(_LENGTH, self._key(key))[0])
+
+    def _key(self, key: str) -> str:
+        return self._prefix + key
 
     def _ask(self, kind: bytes, *fields: str | bytes, wait_s: float = 0.0) -> list[bytes]:
         raw = [field.encode() if isinstance(field, str) else bytes(field) for field in fields]

@@ -28,14 +28,18 @@ class Store(Protocol):
     def set(self, key: str, value: str | bytes) -> None:
         """Keep a value, in the place of any other."""
 
-    def get(self, key: str) -> bytes:
-        """The value of a key, once there is one. Raises StoreError where there is none in time."""
+    def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
+        """The values of several keys, once all are there; StoreError where they are not in time. None: as long as this
+        store's other waits.
+        """
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, once all are there; see :meth:`get`."""
+    def get(self, key: str) -> bytes:
+        """The value of a key; see :meth:`multi_get`."""
+        return self.multi_get([key])[0]
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Return once all keys are there; see :meth:`get`. None: as long as this store's other waits."""
+        """Return once all keys are there; see :meth:`multi_get`."""
+        self.multi_get(keys, timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
@@ -53,7 +57,7 @@ class Store(Protocol):
         """Append to a queue. A queue and a key may have the same name."""
 
     def queue_pop(self, key: str) -> bytes:
-        """Take the first of a queue, once there is one; see :meth:`get`."""
+        """Take the first of a queue, once there is one; see :meth:`multi_get`."""
 
     def queue_len(self, key: str) -> int:
         """How many wait in a queue."""
@@ -82,7 +86,7 @@ class _Event:
         return rang
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """The store itself. Any thread of its process may call; waits have no limit unless one is given."""
 
     def __init__(self) -> None:
@@ -103,9 +107,6 @@ class MemoryStore:
         with self._lock:
             self._put(key, _raw(value))
 
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
     def multi_get(
         self, keys: Sequence[str], timeout_s: float | None = None, bell: Callable[[], Bell] = _Event
     ) -> list[bytes]:
@@ -115,9 +116,6 @@ class MemoryStore:
             return [self._values[key] for key in keys] if self._has(keys) else None
 
         return self._until(keys, take, timeout_s, bell)
-
-    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        self.multi_get(keys, timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
         with self._lock:
@@ -206,46 +204,6 @@ class MemoryStore:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError("the job's store is closed")
-
-
-class Below:
-    """The keys of a store that begin with ``prefix``, which ends with a slash, without it."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._prefix + key)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get([self._prefix + key for key in keys])
-
-    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        self._store.wait([self._prefix + key for key in keys], timeout_s)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check([self._prefix + key for key in keys])
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._prefix + key, amount)
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._store.compare_set(self._prefix + key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._prefix + key)
-
-    def queue_push(self, key: str, value: str | bytes) -> None:
-        self._store.queue_push(self._prefix + key, value)
-
-    def queue_pop(self, key: str) -> bytes:
-        return self._store.queue_pop(self._prefix + key)
-
-    def queue_len(self, key: str) -> int:
-        return self._store.queue_len(self._prefix + key)
 
 
 def _raw(value: str | bytes) -> bytes:

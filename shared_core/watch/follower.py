@@ -15,10 +15,8 @@ from shared_core.events import Event, by_run, read_line
 from shared_core.kinds import open_regular
 from shared_core.protocol.progress_file import Pace, read_pace
 from shared_core.system import process
-from shared_core.system.card import Card, is_held
-from shared_core.system.jobdir import DISK
-from shared_core.watch.ranks import Ranks
-from shared_core.watch.view import JobView, Live, view_of
+from shared_core.system.jobdir import DISK, Card, is_held
+from shared_core.watch.view import JobView, Live, Ranks, view_of
 
 #: A view is this old at most, in seconds; who asks sooner is given the same again.
 FRESH_S = 0.2
@@ -39,11 +37,7 @@ class FileTail:
         self._path, self._at = path, begin
 
     def read(self) -> list[Event]:
-        """The events since the last call, up to the last line that is whole.
-
-        Raises:
-            OSError: it is there and cannot be read.
-        """
+        """The events since the last call, up to the last whole line. OSError if it is there and cannot be read."""
         found: list[Event] = []
         try:
             file = open_regular(self._path)
@@ -85,11 +79,7 @@ class Follower:
         self._apart_s = 1.0
 
     def view(self) -> JobView:
-        """What there is to see now.
-
-        Raises:
-            OSError: the events cannot be read.
-        """
+        """What there is to see now. OSError if the events cannot be read."""
         with self._lock:
             now = time.time()
             if self._view is None or not 0 <= now - self._view.now < FRESH_S:
@@ -156,7 +146,6 @@ def _paces(job_dir: Path) -> list[tuple[Path, Pace]]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """What the files of a folder take."""
     taken = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from shared_core.errors import MissingExtra
-from shared_core.watch.ranks import RankPhase
 from shared_core.watch.server import Page
-from shared_core.watch.view import JobView
+from shared_core.watch.view import JobView, RankPhase
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -18,11 +17,7 @@ _STATES = ("starting", "running", "recovering", "succeeded", "failed", "gone")
 
 
 def need_prometheus() -> None:
-    """See that the client library is there.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """Raises MissingExtra where the client library is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:

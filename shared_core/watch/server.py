@@ -83,7 +83,6 @@ class DashboardServer:
         self._serves = True
 
     def close(self) -> None:
-        """Answer no more."""
         if self._serves:
             self._http.shutdown()
         self._http.server_close()
@@ -170,7 +169,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _MAX_WAIT_S
 
     def do_GET(self) -> None:
-        """A page, or an error."""
         reached = str(self.connection.getsockname()[0])
         if not is_ours(self.headers.get_all("Host", []), reached, self.server.names):
             names = ", ".join(sorted({*self.server.names, reached, "localhost"}))

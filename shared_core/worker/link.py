@@ -19,14 +19,13 @@ from typing import Any
 from shared_core.errors import WaitTimeout
 from shared_core.events import console
 from shared_core.protocol import worker_env
-from shared_core.protocol.keys import DAMAGED, PREPARED, REPORTS, WORDS
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.protocol.worker_messages import WISH
+from shared_core.protocol.worker_messages import DAMAGED, PREPARED, REPORTS, WISH, WORDS
 from shared_core.system import secret, wire
 from shared_core.system.jobdir import AGENT
 from shared_core.transport import local
 from shared_core.transport.remote_store import RemoteStore
-from shared_core.transport.store import Below, Store, StoreError
+from shared_core.transport.store import Store, StoreError
 from shared_core.waiting import FOREVER_S
 
 _failed = False
@@ -166,9 +165,9 @@ class JobStore:
         self._client: RemoteStore | None = None
         self._lock = threading.Lock()
 
-    def below(self, prefix: str = "") -> Below:
+    def below(self, prefix: str = "") -> RemoteStore:
         """Keys of this attempt that begin with ``prefix``: empty, or ends with a slash. May raise WaitTimeout."""
-        return Below(self._connected(), self._env.prefix + prefix)
+        return self._connected().below(self._env.prefix + prefix)
 
     def tell(self, name: str, value: Any) -> None:
         """Set a key that the launcher acts on."""

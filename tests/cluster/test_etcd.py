@@ -25,8 +25,8 @@ from util import start_command
 
 from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.etcd import PREFIX, EtcdBackend
-from shared_core.launcher.gathering import HOLD_S
 from shared_core.launcher.lease import FENCE
+from shared_core.launcher.rendezvous import HOLD_S
 from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
 

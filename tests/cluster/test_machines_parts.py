@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,23 +121,24 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"generation": 2},
         {"size": 10**15},
-        {"replaced": [[2, 1]]},
-        {"absent": [2]},
-        {"causes": [["old age", "text", 1]]},
-        {"causes": [["died", "text", 2]]},
-        {"kind": "continue"},
-        {"rank": 2},
+        {"replaced": {"2": 1}},
+        {"entry": {"generation": 2}},
+        {"entry": {"absent": [2]}},
+        {"entry": {"causes": [{"kind": "old age", "text": "text", "who": 1}]}},
+        {"entry": {"causes": [{"kind": "died", "text": "text", "who": 2}]}},
+        {"entry": {"kind": "continue"}},
+        {"entry": {"rank": 2}},
     ],
 )
-def test_a_damaged_entry_is_refused(damage: dict[str, object]) -> None:
+def test_a_damaged_entry_is_refused(damage: dict[str, Any]) -> None:
     """Followed blindly, the first would be read again and again."""
     store = MemoryStore()
     entry = replace(losing(1), generation=1, incarnations=(0, 1), detected=1.5)
     store.set("p/gen/1", entry.to_json())
     assert Ledger(store, "p/", 2).follow() == [entry]
-    store.set("p/gen/1", json.dumps(json.loads(entry.to_json()) | damage))
+    right = json.loads(entry.to_json())
+    store.set("p/gen/1", json.dumps(right | damage | {"entry": right["entry"] | damage.get("entry", {})}))
     with pytest.raises(DamagedRecord, match="the entry gen/1 in the job's store is damaged"):
         Ledger(store, "p/", 2).follow()
     with pytest.raises(DamagedRecord):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared_core.system.title import fitting
+from shared_core.system.process import fitting
 
 
 @pytest.mark.parametrize(

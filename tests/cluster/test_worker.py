@@ -8,8 +8,8 @@ import pytest
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
+from shared_core.launcher.attempt import KeyWatcher
 from shared_core.launcher.control_socket import ControlSocket
-from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.protocol import progress_file, worker_env
 from shared_core.protocol.worker_messages import Failed
 from shared_core.system.jobdir import AGENT

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.protocol.admission import admit
-from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import (
@@ -21,7 +20,7 @@ from shared_core.protocol.generation import (
     survivor_group_key,
 )
 from shared_core.protocol.members import members_text
-from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.plan import Agreed, Plan, decide
 from shared_core.protocol.rounds import Round, admitting_key, ranks_in
 from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase, heard, transition
 

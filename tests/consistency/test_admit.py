@@ -9,9 +9,8 @@ import pytest
 
 from shared_core.errors import RecoveryFailed
 from shared_core.protocol.admission import admit
-from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
-from shared_core.protocol.plan import Plan
+from shared_core.protocol.plan import Agreed, Plan
 
 #: Four ranks: 0 and 2 hold one stage, 1 and 3 another.
 STAGES = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
-from shared_core.protocol.plan import Plan, Transfer, decide
+from shared_core.protocol.plan import Agreed, Plan, Transfer, decide
 
 
 def boundary(index: int, version: int = 0, sent: int = 0, received: int = 0, **groups: int) -> StepBoundary:

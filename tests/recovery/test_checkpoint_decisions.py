@@ -17,11 +17,11 @@ from shared_core.checkpoint.spool import FOLDER, Sealed, Spool
 from shared_core.config import SwiftConfig
 from shared_core.encoding.plain import dumps
 from shared_core.errors import CorruptFile
-from shared_core.launcher import last_checkpoint
-from shared_core.launcher.last_checkpoint import LastCheckpoint
+from shared_core.launcher import persisting
+from shared_core.launcher.persisting import LastCheckpoint
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.keys import ENDING
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.protocol.worker_messages import ENDING
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.checkpoints import named
@@ -237,7 +237,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, others: list[int]) -> None
 def test_sigterm_after_an_early_signal_shortens_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end, _ = last(tmp_path)
     now = 1000.0
-    monkeypatch.setattr(last_checkpoint.time, "monotonic", lambda: now)
+    monkeypatch.setattr(persisting.time, "monotonic", lambda: now)
     assert end.waits([signal.SIGUSR1]) and end.deadline == 1100.0
     assert end.waits([signal.SIGUSR1, signal.SIGTERM]) and end.deadline == pytest.approx(1008.5)
     now = 1009.0

@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from shared_core.protocol import keys, worker_env
+from shared_core.protocol import worker_env
+from shared_core.protocol.worker_messages import WORDS
 from shared_core.worker import link
 from tests.support.report import Report
 
@@ -27,7 +28,7 @@ def count_and_write(self: Report, key: str) -> None:
     for name, value in json.loads(os.environ["HOSTILE"]).items():
         if name.startswith("queue:"):
             store.queue_push(here.prefix + name.removeprefix("queue:"), value)
-            store.queue_push(f"{here.prefix}{keys.WORDS}/0", "x")
+            store.queue_push(f"{here.prefix}{WORDS}/0", "x")
             continue
         for each in [name.replace("*", f"{version}/1") for version in range(12)] if "*" in name else [name]:
             store.set(here.prefix + each, value)

@@ -31,8 +31,8 @@ from shared_core.kinds import whole_of_environment
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.keys import EARLY_SIGNALS, ENDING, SAVED
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.protocol.worker_messages import EARLY_SIGNALS, ENDING, SAVED
 from shared_core.waiting import Wait
 from shared_core.worker import link
 from shared_core.worker.checkpoints import recovery_line, resharding

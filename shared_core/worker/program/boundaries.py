@@ -19,8 +19,8 @@ from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.leaving import EXIT_LEFT, FILE
-from shared_core.worker.checkpoints.resharding import GRADIENTS
 from shared_core.worker.checkpoints.recovery_line import Restored
+from shared_core.worker.checkpoints.resharding import GRADIENTS
 from shared_core.worker.comm import Runtime, compat
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.state import EXIT_STALE

@@ -29,8 +29,7 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.preparing import LEAST_STARTUP_S, Forkable, Measured, why_not
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import process
-from shared_core.system.memory import machine_bytes, private_bytes
-from shared_core.system.title import set_title
+from shared_core.system.process import machine_bytes, private_bytes, set_title
 from shared_core.transport import local
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.gloo import NATIVE_THREADS

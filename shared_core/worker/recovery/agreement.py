@@ -14,10 +14,9 @@ from typing import TypeVar
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
-from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import GIVEN_UP, generation_key, go_key, plan_key
-from shared_core.protocol.plan import Plan, decide
+from shared_core.protocol.plan import Agreed, Plan, decide
 from shared_core.transport.store import Store
 from shared_core.waiting import Wait, ranks_text, wait_for
 from shared_core.worker.comm.groups import GroupState

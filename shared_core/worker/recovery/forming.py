@@ -17,9 +17,8 @@ from shared_core.errors import GenerationAbandoned
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.protocol.admission import admit
-from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.plan import Plan
+from shared_core.protocol.plan import Agreed, Plan
 from shared_core.protocol.rounds import Round, ranks_in
 from shared_core.protocol.worker_phase import WorkerEvent
 from shared_core.transport.store import Store

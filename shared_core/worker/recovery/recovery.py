@@ -18,7 +18,6 @@ from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase
 from shared_core.system import threads
-from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.comm.state import EXIT_STALE, wait_for_change
 from shared_core.worker.link import connect_store
@@ -170,7 +169,7 @@ class WorkerRecovery:
         env, life = self.env, self.lifecycle
         try:
             # It blocks in its store, so it has a connection of its own.
-            store = Below(connect_store(FOREVER_S, env), env.prefix)
+            store = connect_store(FOREVER_S, env).below(env.prefix)
             actions: tuple[WorkerAction, ...] = ()
             while WorkerAction.STOP_WATCHING not in actions:
                 self._agreement.hear(store, life.newest)

@@ -15,7 +15,6 @@ from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect, Restored, ends_before
@@ -80,7 +79,7 @@ class Spare:
             os._exit(EXIT_UNFIT)
         until = next((str(self._publisher.end_file(e)) for e, ended in self._finished.items() if not ended), "")
         # It blocks, so it has a connection of its own.
-        store = Below(connect_store(FOREVER_S, env), env.prefix)
+        store = connect_store(FOREVER_S, env).below(env.prefix)
         self._store.prepared(asdict(Prepared(env.rank, env.incarnation, os.getpid(), until, self._forked)))
         inject.point("spare.waits")
         key = place_key(env.rank, env.incarnation)

@@ -28,8 +28,8 @@ from shared_core.events import JOB_DIR, console
 from shared_core.protocol.request import Mode, StartRequest
 from shared_core.resources import what_to_do
 from shared_core.system import process
+from shared_core.system.process import set_title
 from shared_core.system.streams import forgive
-from shared_core.system.title import set_title
 from shared_core.worker import link
 from shared_core.worker.start import hot_standby, preload, truncation
 from shared_core.worker.start.hot_standby import note_inherited

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from shared_core.events import console, marked
 from shared_core.protocol import worker_env
-from shared_core.system.title import set_title
+from shared_core.system.process import set_title
 
 _inherited: frozenset[str] = frozenset()
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from shared_core.protocol.request import StartRequest
 from shared_core.system import process
-from shared_core.system.title import set_title
+from shared_core.system.process import set_title
 from shared_core.worker import link
 from shared_core.worker.start import entry, preload
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared_core.events import KINDS, Event, EventLog, by_run, read_events
 from shared_core.report import format_recoveries, format_timeline, history_of, recoveries, to_page, to_trace
 from shared_core.report.timeline import format_runs
-from shared_core.system.card import Card
+from shared_core.system.jobdir import Card
 from shared_core.watch.text import format_view
 from shared_core.watch.view import Live, view_of
 

@@ -9,12 +9,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shared_core.launcher.ledger import Ledger
-from shared_core.protocol.agreement import Agreed
+from shared_core.launcher.rendezvous_store import read_document
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind
-from shared_core.protocol.plan import Plan
-from shared_core.protocol.rendezvous_document import read_document
+from shared_core.protocol.plan import Agreed, Plan
 from shared_core.protocol.standstill import WaitStatus, awaited, describe, stuck
 from shared_core.protocol.worker_env import Resized
 from shared_core.protocol.worker_messages import SHAPES, read

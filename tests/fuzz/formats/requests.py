@@ -19,8 +19,7 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.failure_policy import RaisedError
 from shared_core.protocol.progress_file import ProgressFile, read_pace, read_progress
 from shared_core.protocol.request import StartRequest
-from shared_core.system.card import Card
-from shared_core.system.jobdir import CARD
+from shared_core.system.jobdir import CARD, Card
 from shared_core.trackers.compat import committed_steps
 from shared_core.worker.state.replicated import pack, unpack
 
