@@ -30,6 +30,7 @@ from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, beg
 from shared_core.worker.state.update_count import Count
 from shared_core.worker.state.update_gate import UpdateGate
 from shared_core.worker.state.update_images import UpdateImages
+from shared_core.worker.variables.hooks import is_hook_of_script
 
 
 class UpdateSteps:
@@ -38,6 +39,7 @@ class UpdateSteps:
 
     Args:
         fence: blocks until what is being copied may be changed.
+        issued: how many collectives the program has begun.
 
     Attributes:
         in_batch: updates that have begun in the present batch.
@@ -53,9 +55,12 @@ class UpdateSteps:
         before: Callable[[], None],
         after: Callable[[], None],
         fence: Callable[[], None],
+        issued: Callable[[], int],
     ) -> None:
         self._gate, self._count, self._images, self._outside = gate, count, images, outside
         self._followers, self._before_each, self._after_each, self._fence = followers, before, after, fence
+        self._issued = issued
+        self._issued_before = 0
         self.in_batch = 0
         self._begun = self._own = False
         self._parts: Parts | None = None
@@ -210,6 +215,9 @@ class UpdateSteps:
             self._begin()
         if self._parts is not None:
             self._hidden[id(optimizer)].hide(self._parts.check())
+        self._issued_before = self._issued()
+        if not steps_as_torch(optimizer) and any(map(is_hook_of_script, optimizer._optimizer_step_pre_hooks.values())):
+            self._outside.expect()  # such a hook may look at its state, which a replacement would have newer
         self._kept = None if self._outside.active or steps_as_torch(optimizer) else kept_beside(optimizer)
         if self._count.ahead:
             # The state contains this update. Pre-hooks of the program are still to come.
@@ -245,6 +253,10 @@ class UpdateSteps:
             # computed from the state, which a replacement that leaves this step out has newer
             self._outside.expect()
         self._kept = None
+        if self._issued() != self._issued_before and self._mine(optimizer) and not steps_as_torch(optimizer):
+            assert self._replicated is not None
+            if self._outside.expect():
+                self._replicated.divide(optimizer)
         if not self._count.ahead or not self._mine(optimizer):
             return
         with self._gate.condition:

@@ -32,6 +32,7 @@ class Updates:
         fence: blocks until what is being copied may be changed.
         stable: gives the newest step boundary that every rank has published.
         shared: where the ranks of this machine keep parameters together; None where there are several machines.
+        issued: how many collectives the program has begun.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Updates:
         fence: Callable[[], None] = lambda: None,
         stable: Callable[[], int] = lambda: 0,
         shared: SharedImages | None = None,
+        issued: Callable[[], int] = lambda: 0,
     ) -> None:
         self._fence = fence
         self._count = Count()
@@ -54,7 +56,7 @@ class Updates:
         self.gate = UpdateGate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
         self.steps = UpdateSteps(
-            self.gate, self._count, self._images, self.outside, self.followers, before, after, fence
+            self.gate, self._count, self._images, self.outside, self.followers, before, after, fence, issued
         )
 
     # -- facts -------------------------------------------------------------------------------------
