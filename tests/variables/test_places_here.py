@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_variables_here import AT, both, steps
+from test_variables_here import both, steps
 from torch import nn
 
 from shared_core.worker.variables.kinds import attributes_stored
@@ -428,14 +428,23 @@ def a_ragged_tensor(again: bool) -> Any:
 
 
 def what_a_thread_makes(again: bool) -> Any:
+    may = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        running, later, may = queue.Queue[int](), pool.submit(int), threading.Event()
-        for step in steps(again):
+        later = pool.submit(int)
+        for _ in steps(again):
+            may.set()
             later.result()
             may.clear()
             later = pool.submit(may.wait)
-            may.set() if step != AT else running.put(step)
         may.set()
+
+
+def what_a_thread_may_fill(again: bool) -> Any:
+    shared = queue.Queue[int]()
+    with ThreadPoolExecutor(1) as pool:
+        for step in steps(again):
+            pool.submit(shared.put, step).result()
+            shared.get()
 
 
 def what_is_to_be_left(again: bool) -> Any:
@@ -472,7 +481,8 @@ def a_closure(again: bool) -> Any:
         (other_hooks, "`net` (test_places_here.py:"),
         (a_hook_that_is_gone, "`tensor.0.weight._backward_hooks.0` (a hook) was not there in the failed worker"),
         (what_re_finds, "`found` (test_places_here.py:"),
-        (what_a_thread_makes, "a Future, which does not show what it holds"),
+        (what_a_thread_makes, "`later` (test_places_here.py:"),
+        (what_a_thread_may_fill, "`shared` (test_places_here.py:"),
         (what_is_to_be_left, "`stack` (test_places_here.py:"),
         (a_ragged_tensor, "`table` (test_places_here.py:"),
         (a_lambda_of_the_module, "`choose` (test_places_here.py"),
