@@ -844,7 +844,7 @@ def _immutable(kind: str, made: Any, cls: str, parts: list[Any], value: Callable
         raise RecoveryFailed(f"{short(cls)} is no class of the script any more")
     if kind == "enum":
         named = parts[0] in made.__members__  # type: ignore[attr-defined]
-        return made.__members__[parts[0]] if named else made(parts[1])  # type: ignore[attr-defined, call-arg]
+        return made.__members__[parts[0]] if named else made(parts[1])  # type: ignore[attr-defined]
     base: Any = {"tuple": tuple, "frozenset": frozenset}.get(kind) or type(parts[0])
     return base.__new__(made, value(parts[0]))
 
