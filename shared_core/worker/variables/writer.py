@@ -41,6 +41,7 @@ from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.attached_memory import AttachedMemory
 from shared_core.worker.variables.hooks import is_hook_of_script
 from shared_core.worker.variables.kinds import (
+    FRAMEWORKS,
     OURS,
     RANDOM,
     VALUES,
@@ -440,9 +441,10 @@ class _Values(_Pickler):
 
 
 def _script_has_threads() -> bool:
-    """Whether threads run that this product has not started."""
+    """Whether threads run that neither this product nor a framework has started, such as that of a progress bar."""
     main = threading.main_thread()
-    return any(each is not main and not each.name.startswith("swift-") for each in threading.enumerate())
+    others = [each for each in threading.enumerate() if each is not main and not each.name.startswith("swift-")]
+    return any(root_of(type(each)) not in FRAMEWORKS - {"threading"} for each in others)
 
 
 def attributes_of(thing: Any) -> Mapping[str, Any]:
