@@ -158,7 +158,7 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
         leave=frozenset(leave),
         boundaries=boundaries,
         donors=donors,
-        transfers=_transfers(groups, boundaries, _ahead(boundaries, survivors)),
+        transfers=_transfers(groups, boundaries),
         redo=redo,
         received=received,
     )
@@ -301,25 +301,13 @@ def _who(group: _PlannedGroup, seq: int, boundaries: Mapping[int, StepBoundary |
     return "rank " + ", ".join(map(str, ranks))
 
 
-def _ahead(boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier]) -> set[int]:
-    """Replacements that start from a step boundary to which a survivor has not come. If that one fails, its replacement
-    starts before it, and asks for results that the failed worker had, perhaps as the only other one. Not where messages
-    are logged on disk, which hold all since the checkpoint.
-    """
-    lowest = min((front.boundary for front in survivors.values()), default=0)
-    logged = any(front.together for front in survivors.values())
-    return {rank for rank, each in boundaries.items() if each is not None and lowest < each.index and not logged}
-
-
-def _transfers(
-    groups: list[_PlannedGroup], boundaries: Mapping[int, StepBoundary | None], ahead: set[int]
-) -> tuple[Transfer, ...]:
+def _transfers(groups: list[_PlannedGroup], boundaries: Mapping[int, StepBoundary | None]) -> tuple[Transfer, ...]:
     moves: dict[tuple[int, int], dict[str, list[int]]] = {}
     for group in groups:
         holders = {rank: set(here.log) for rank, here in group.here.items()}
         for rank in group.ranks:
             if rank in boundaries:
-                base = 0 if rank in ahead else group.base(boundaries[rank])
+                base = group.base(boundaries[rank])
                 needs = {seq for seq in group.finished if seq >= base}
             elif rank in holders:
                 # Also what it has not issued yet but another has finished: it gets the result when it issues it.

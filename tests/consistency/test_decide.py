@@ -34,7 +34,7 @@ def group(done: int, log: Any = (), exclusive: Any = (), after: int | None = Non
 
 
 def survivor(rank: int, version: int = 0, **groups: GroupFrontier) -> Frontier:
-    return Frontier(rank, 0, False, version, (), groups=groups, boundary=99)
+    return Frontier(rank, 0, False, version, (), groups=groups)
 
 
 def replacement(rank: int, *boundaries: StepBoundary) -> Frontier:
@@ -48,19 +48,6 @@ def plan(*frontiers: Frontier) -> Plan:
     assert found == again
     assert Agreed.from_json(Agreed(found).to_json(), "plan", 3).plan == found
     return found
-
-
-def test_a_replacement_ahead_of_a_survivor_is_given_what_that_ones_replacement_would_ask_for() -> None:
-    """Two failures close together: the first worker to fail had the only other copy of a result."""
-    behind = replace(survivor(0, w=group(5, log=[2, 3, 4])), boundary=1)
-    found = plan(behind, replacement(1, boundary(2, w=4)))
-    assert found.transfers == (Transfer(0, 1, {"w": [2, 3, 4]}),)
-    joined = replace(survivor(1, w=group(5, log=[2, 3, 4])), boundary=2)
-    again = plan(joined, replacement(0, boundary(1, w=2)))
-    assert again.transfers == (Transfer(1, 0, {"w": [2, 3, 4]}),)
-    without = replace(joined, groups={"w": group(5, log=[4])})
-    with pytest.raises(RecoveryFailed, match="no longer keeps it"):  # a control
-        decide({0: replacement(0, boundary(1, w=2)), 1: without})
 
 
 def test_without_replacements_only_what_is_behind_is_moved() -> None:

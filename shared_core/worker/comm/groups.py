@@ -73,11 +73,6 @@ class GroupState(Membership):
     def destroy(self, boundary: int) -> None:
         self.destroyed_at = boundary
 
-    def drop_replayed(self) -> None:
-        """Drop results that a replacement was given from before its step boundary, for another one."""
-        for seq in [each for each in self.replay if each < self.next and each not in self.pending]:
-            del self.replay[seq]
-
     def start_from(self, boundary: StepBoundary) -> None:
         """Take the failed worker's counts at its step boundary."""
         self.next = boundary.groups.get(self.name, 0)

@@ -185,7 +185,6 @@ class CollectiveResults:
             self._state.stable = boundary
             for group in self._groups.all():
                 group.log.drop_before(boundary)
-                group.drop_replayed()
                 group.channels.drop_before(boundary - 1)
                 if group.over and group.destroyed_at < boundary - 1 and self._disk.archive is None:
                     self._groups.drop(group)
