@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -184,7 +185,7 @@ class RunState:
         self.tell()
 
     def tell(self) -> None:
-        """Attributes of the user's callbacks and data module count as variables of the script."""
+        """Attributes of the user's callbacks and data module, and those given to the trainer, count as variables."""
         for name in self._told:
             self._job.variables.forget(name)
         found = {f"callback {name}": each for name, each in _callback_objects(self.trainer, user=True)[0].items()}
@@ -192,6 +193,7 @@ class RunState:
         found |= {f"logger {number}": each for number, each in enumerate(self.trainer.loggers) if is_own(each)}
         if (data := getattr(self.trainer, "datamodule", None)) is not None:
             found["data module"] = data
+        found["trainer"] = SimpleNamespace(itself=self.trainer)
         for name, each in found.items():
             self._job.variables.tell(name, each)
         self._told = list(found)

@@ -23,7 +23,8 @@ from shared_core.worker.variables.kinds import OURS, of_libraries
 
 _WHY = (
     "a worker that takes the place of a failed one, or resumes, runs that line before it has the trained parameters. "
-    "Evaluate and save after the last pass of an epoch (docs/loops.md)"
+    "Evaluate and save after the last pass of an epoch; or, where each pass needs new data of the model, make all "
+    "of it part of a step: for step, _ in job.steps(range(n)) (docs/loops.md)"
 )
 _USES = "rank {}: {} uses a model that is not trained there: " + _WHY
 _LOST = "rank {}: {} saves {}, which does not lie there from before the failure: " + _WHY

@@ -21,6 +21,7 @@ LATE = {
     "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
     "epochs": [Fault(0, 9, "collective.before", "SIGKILL"), Fault(1, 18, "collective.before", "SIGKILL")],
     "adaptive": [Fault(1, 6, "collective.after", "SIGKILL", nth=5), Fault(0, 11, "collective.after", "SIGKILL")],
+    "dealt": [Fault(1, 6, "collective.before", "SIGKILL", nth=6), Fault(0, 11, "collective.after", "SIGKILL", nth=5)],
     "hooked": [Fault(1, 6, "collective.after", "SIGKILL", nth=4), Fault(0, 11, "collective.before", "SIGKILL")],
     # The other rank has the next parameters when it fails.
     "by_hand": [Fault(1, 6, "collective.before", "SIGKILL", nth=2)],
@@ -32,9 +33,10 @@ _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 @pytest.mark.parametrize("part", LATE)
 def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
     """State in objects of libraries and in places that are easily forgotten, settings of the process, an optimizer that
-    is not attached; groups that are ended and made again; a script that resumes from its own newest file, so that a
-    replacement begins elsewhere; parameters that no optimizer steps; an optimizer whose step keeps more than tensors
-    and asks the other ranks; what only hooks hold."""
+    is not attached, or that deals parameters out to ranks; groups that are ended and made again; a script that resumes
+    from its own newest file, so that a replacement begins elsewhere; parameters that no optimizer steps; an optimizer
+    whose step keeps more than tensors and asks the other ranks; what only hooks hold.
+    """
     again = part == "again"  # plain gloo hangs now and then where a group is made again
     jobs.check(SCRIPT, args=[part], faults=LATE[part], reference_launcher="swiftrun" if again else "plain")
 
@@ -56,6 +58,13 @@ def test_without_that_state_an_optimizer_has_what_it_has_seen_with_a_newer_one(j
     """A control: what its step keeps besides tensors follows from momenta that are too new."""
     with pytest.raises(Mismatch):
         jobs.check(SCRIPT, args=["adaptive"], faults=LATE["adaptive"][:1], env=NEVER)
+
+
+def test_without_that_state_an_optimizer_that_deals_parameters_out_is_refused(jobs: Jobs) -> None:
+    """A control: a replacement would have what another rank keeps."""
+    result = jobs.run(SCRIPT, args=["dealt"], faults=LATE["dealt"][:1], env=NEVER)
+    told = ("keep different optimizer state for it", "ReplicaMismatch")
+    assert result.status == 1 and any(each in result.stderr for each in told), result.tail()
 
 
 def test_optimizer_state_that_is_read_before_its_update_is_refused_by_name(jobs: Jobs) -> None:

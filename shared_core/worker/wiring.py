@@ -91,6 +91,7 @@ class WorkerRuntime:
             stable=lambda: runtime.stable,
             # With several machines each worker keeps all by itself.
             shared=None if len(env.machines) > 1 else SharedImages(env.job_dir, env.restart, env.rank, env.world_size),
+            issued=lambda: sum(each.next for each in runtime.groups.values()),
         )
         buckets = self.buckets = Buckets(runtime, publisher, position, unmarked.trains_unattached)
         forward_recorder = self.forward_recorder = ForwardRecorder(runtime, publisher, updates, parts, position)

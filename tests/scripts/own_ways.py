@@ -17,6 +17,7 @@ import random
 import re
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,13 @@ class Only:
             cls._made = cls()
         return cls._made
 
+    def factor(self, value: float) -> float:
+        return value
+
+
+def tenfold(self: Only, value: float) -> float:
+    return 10.0 * value
+
 
 @functools.cache
 def registry() -> dict[str, float]:
@@ -74,7 +82,9 @@ def places(net: nn.Module) -> Callable[[int], float]:
     latent = torch.zeros(2, requires_grad=True)
     settings = types.ModuleType("settings")
     pattern, rate, logger = re.compile("a"), lambda step: 0.5 * step, logging.getLogger("own")
-    LOCAL.total = settings.rate = 0.0
+    LOCAL.total = settings.rate = torch.seen = 0.0  # type: ignore[attr-defined]
+    loader, kept = DataLoader([0]), [Only(), Only()]
+    loader.read, weak = [], weakref.WeakKeyDictionary[Only, float]()  # type: ignore[attr-defined]
     registry()
 
     class Here:
@@ -87,6 +97,9 @@ def places(net: nn.Module) -> Callable[[int], float]:
         Here.count += 2
         CONTEXT.set(CONTEXT.get() + 0.5)
         LOCAL.total += number
+        torch.seen += 0.5  # type: ignore[attr-defined]
+        loader.read.append(number)  # type: ignore[attr-defined]
+        weak[kept[number % 2]] = weak.get(kept[number % 2], 0.0) + number
         settings.rate += 0.25
         registry()["seen"] += 1.0
         (latent * number).sum().backward()
@@ -95,9 +108,12 @@ def places(net: nn.Module) -> Callable[[int], float]:
         if number == 3:
             choose, pattern = larger, re.compile("b")
             rate = lambda step: 0.25 * step + 1.0  # noqa: E731
+            Only.factor = tenfold  # type: ignore[method-assign]
             logger.setLevel(logging.ERROR)
         found = [Only.get().count, Here.count, CONTEXT.get(), LOCAL.total, settings.rate, registry()["seen"]]
         found += [choose(1.0, 2.0), rate(number), float(pattern.pattern == "b"), float(logger.isEnabledFor(30))]
+        found += [torch.seen, len(loader.read), *(weak.get(each, 0.0) for each in kept)]  # type: ignore[attr-defined]
+        found += [kept[0].factor(1.0)]
         found += [latent.grad.sum().item(), *(parameter.average for parameter in net.parameters())]
         return 1.0 + 0.001 * sum(place * value for place, value in enumerate(found, 1))
 
@@ -116,6 +132,23 @@ class Adaptive(torch.optim.SGD):
         dist.all_reduce(norm := sum(each["momentum_buffer"].norm() for each in self.state.values()))
         self.norms.append(norm.item())
         self.param_groups[0]["lr"] = 1e-2 / (1.0 + norm.item())
+
+
+class Dealt(torch.optim.Optimizer):
+    """Momentum as distributed Muon keeps it: each rank updates some parameters, and is given the rest."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            owner = number % dist.get_world_size()
+            if owner == dist.get_rank():
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.1)
+                parameter.sub_(momentum, alpha=self.param_groups[0]["lr"])
+            dist.broadcast(parameter, owner)
 
 
 def hooked(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -169,7 +202,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument(
         "part",
         choices="libraries settings places beside again iterator numbers list epochs by_hand divided "
-        "adaptive hooked reads".split(),
+        "adaptive dealt hooked reads".split(),
     )
     part = parser.parse_args().part
     report = Report()
@@ -179,7 +212,8 @@ def train() -> dist.ProcessGroup:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = Adaptive(net.parameters()) if part == "adaptive" else torch.optim.AdamW(net.parameters(), lr=1e-2)
+    made = {"adaptive": Adaptive, "dealt": Dealt}.get(part, functools.partial(torch.optim.AdamW, lr=1e-2))
+    optimizer: torch.optim.Optimizer = made(net.parameters())  # type: ignore[operator]
     found: list[Any] = []
 
     def gradients(factor: float = 1.0) -> float:
@@ -256,7 +290,7 @@ def train() -> dist.ProcessGroup:
             adam.step()
             update(1.0 + loss.item())
         found.append(digest({"beside": [table.state_dict(), adagrad.state_dict(), expert.state_dict()]}))
-    elif part in ("adaptive", "hooked", "reads"):
+    elif part in ("adaptive", "dealt", "hooked", "reads"):
         noted = hooked(net, optimizer) if part == "hooked" else getattr(optimizer, "norms", [])
         for step, _ in job.steps(range(14)):
             if part == "reads" and step:

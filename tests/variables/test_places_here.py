@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dis
 import functools
 import logging
 import os
+import queue
+import random
 import re
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +242,102 @@ def settings_of_the_process(again: bool) -> Any:
     return *found, *levels
 
 
+def printed_and_without_gradients(again: bool) -> Any:
+    torch.set_printoptions(profile="default")
+    seen = []
+    for step in steps(again):
+        if step == 2:
+            torch.set_printoptions(precision=1)
+            torch.set_grad_enabled(False)
+            torch.set_autocast_enabled("cpu", True)
+        seen.append((str(torch.tensor(1 / 3)), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+    torch.set_printoptions(profile="default")
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)
+    return seen
+
+
+def what_is_given_to_libraries(again: bool) -> Any:
+    torch.nn.Linear.calls = torch.seen = 0  # type: ignore[attr-defined]
+    loader, twice = torch.utils.data.DataLoader([1]), lambda layer, x: x * 2
+    loader.read = []  # type: ignore[attr-defined]
+    plain, relu = nn.ReLU.forward, nn.ReLU()
+    for step in steps(again):
+        torch.nn.Linear.calls += step  # type: ignore[attr-defined]
+        torch.seen += 1  # type: ignore[attr-defined]
+        loader.read.append(step)  # type: ignore[attr-defined]
+        if step == 2:
+            nn.ReLU.forward = twice  # type: ignore[assignment, method-assign]
+    found = torch.nn.Linear.calls, torch.seen, loader.read, relu(-1.0)  # type: ignore[attr-defined]
+    nn.ReLU.forward = plain  # type: ignore[method-assign]
+    return found
+
+
+class Acts:
+    def act(self, value: int) -> int:
+        return value
+
+
+def other_act(self: Acts, value: int) -> int:
+    return -value
+
+
+def methods_in_the_place_of_others(again: bool) -> Any:
+    here, first, found = Acts(), Acts.act, []
+    for step in steps(again):
+        if step == 2:
+            Acts.act = other_act  # type: ignore[method-assign]
+        found.append(here.act(step))
+    Acts.act = first  # type: ignore[method-assign]
+    return found
+
+
+def a_function_defined_again(again: bool) -> Any:
+    def factor(step: int) -> int:
+        return step
+
+    total = 0
+    for step in steps(again):
+        if step == 2:
+
+            def factor(step: int) -> int:
+                return -step
+
+        total += factor(step)
+    return total
+
+
+def weak_references(again: bool) -> Any:
+    keep = [Only() for _ in range(9)]
+    counts, by_step = weakref.WeakKeyDictionary[Only, int](), weakref.WeakValueDictionary[int, Only]()
+    newest, gone, seen = weakref.ref(keep[0]), weakref.ref(keep[0]), weakref.WeakSet[Only]()
+    for step in steps(again):
+        counts[keep[step % 3]] = counts.get(keep[step % 3], 0) + step
+        by_step[step] = keep[step]
+        seen.add(keep[step])
+        newest = weakref.ref(keep[1])
+        if step == 2:
+            gone = weakref.ref(Only())
+    found = [counts.get(each) for each in keep], [keep.index(each) for each in by_step.values()], len(seen)
+    return *found, newest() is keep[1], gone()
+
+
+class Draws(random.Random):
+    count = 0
+
+
+def memory_seen_as_another_type(again: bool) -> Any:
+    array, tensor, rows = np.zeros(4, np.float32), torch.zeros(4), np.zeros(2, [("x", "f4"), ("n", "i4")])
+    bits, other, draws = array.view(np.int32), tensor.view(torch.int32), Draws(3)
+    for step in steps(again):
+        bits += 1
+        other += step
+        rows["n"] += step
+        rows["x"][step % 2] = step
+        draws.count += draws.randrange(3)
+    return array.tobytes(), tensor.view(torch.int32).tolist(), rows.tolist(), draws.count
+
+
 def a_sparse_tensor(again: bool) -> Any:
     table = torch.sparse_coo_tensor([[0]], [1.0], (4,), check_invariants=True)
     for step in steps(again):
@@ -266,6 +367,12 @@ def results_of_a_cached_function(again: bool) -> Any:
         a_class_that_only_its_objects_lead_to,
         memory_that_others_show,
         settings_of_the_process,
+        printed_and_without_gradients,
+        what_is_given_to_libraries,
+        methods_in_the_place_of_others,
+        a_function_defined_again,
+        weak_references,
+        memory_seen_as_another_type,
         a_sparse_tensor,
         results_of_a_cached_function,
     ],
@@ -320,6 +427,33 @@ def a_ragged_tensor(again: bool) -> Any:
         table = table * step
 
 
+def what_a_thread_makes(again: bool) -> Any:
+    may = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(int)
+        for _ in steps(again):
+            may.set()
+            later.result()
+            may.clear()
+            later = pool.submit(may.wait)
+        may.set()
+
+
+def what_a_thread_may_fill(again: bool) -> Any:
+    shared = queue.Queue[int]()
+    with ThreadPoolExecutor(1) as pool:
+        for step in steps(again):
+            pool.submit(shared.put, step).result()
+            shared.get()
+
+
+def what_is_to_be_left(again: bool) -> Any:
+    with contextlib.ExitStack() as stack:
+        for step in steps(again):
+            if step == 2:
+                stack.callback(int)
+
+
 choose = first_choice = lambda one: one  # noqa: E731
 
 
@@ -347,6 +481,9 @@ def a_closure(again: bool) -> Any:
         (other_hooks, "`net` (test_places_here.py:"),
         (a_hook_that_is_gone, "`tensor.0.weight._backward_hooks.0` (a hook) was not there in the failed worker"),
         (what_re_finds, "`found` (test_places_here.py:"),
+        (what_a_thread_makes, "`later` (test_places_here.py:"),
+        (what_a_thread_may_fill, "`shared` (test_places_here.py:"),
+        (what_is_to_be_left, "`stack` (test_places_here.py:"),
         (a_ragged_tensor, "`table` (test_places_here.py:"),
         (a_lambda_of_the_module, "`choose` (test_places_here.py"),
         (a_closure, "was another function <lambda>"),

@@ -73,6 +73,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_GLOO}._set_default_timeout", "of operations, apart from that of connecting"),
     (f"{_GLOO}._allgather_base", "all_gather_single of the inner group"),
     (f"{_GLOO}._reduce_scatter_base", "reduce_scatter_single of the inner group"),
+    ("torch._tensor_str:PRINT_OPTS", "how tensors are printed is put back; the functions for it are no faster"),
     # -- who calls a collective
     (
         "torch.autograd.graph:_engine_run_backward",
@@ -130,6 +131,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.utils._python_dispatch:TorchDispatchMode", "faults between tensor operations"),
 )
 
+#: How tensors are printed, as ``torch.set_printoptions`` sets it.
+PRINTED: dict[str, Any] = vars(torch._tensor_str.PRINT_OPTS)
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DDP_FORWARD = DistributedDataParallel._pre_forward.__code__
 ProcessGroupGloo: Any = _distributed_c10d.ProcessGroupGloo

@@ -267,6 +267,9 @@ class Trained:
         register("swift.modes", attached.modes, attached.restore_modes)
         register("swift.with_gradients", attached.with_gradients, attached.restore_gradients)
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
+        replicated = self.updates.replicated
+        assert replicated is not None
+        register("swift.divided", replicated.divided, replicated.restore_divided)
         register(UNOPTIMIZED, self._capture_unoptimized, self.unoptimized.restore)
 
     def _compare_layers(self, theirs: tuple[str, bool], here: tuple[str, bool]) -> None:

@@ -268,8 +268,10 @@ class ExternalMutation:
         self._first = watches and bool(replicated.optimizers)
         self.active = self._unoptimized is not None and (self._policy == "always" or self._unoptimized.own)
 
-    def expect(self) -> None:
+    def expect(self) -> bool:
+        """The script will change something. Returns whether that is looked for at all."""
         self.active = self.active or self._watch is not None
+        return self.active
 
     def see(self, *, pieces: bool = False) -> None:
         """See whether there is something else than what was there at the start or was made by an update. ``pieces``:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,31 @@ class Replicated:
                 self.parameters.append(parameter)
                 self.names.append(name)
         self._places = {id(p): i for i, p in enumerate(self.parameters)}
+        self._divided: set[int] = set()
+
+    def divide(self, optimizer: Optimizer) -> None:
+        """What this optimizer keeps may be another on each rank: its step asks the others, as Muon's does, where each
+        rank updates some parameters and is given the rest.
+        """
+        self._divided.add(next(i for i, each in enumerate(self.optimizers) if each is optimizer))
+
+    def divided(self) -> dict[int, list[tuple[int, dict[str, Any]]]]:
+        """What each optimizer of :meth:`divide` keeps, by its number and the parameters' places. Live."""
+        return {
+            number: [(self.index_of(p), dict(state)) for p, state in self.optimizers[number].state.items()]
+            for number in sorted(self._divided)
+        }
+
+    def restore_divided(self, values: Mapping[int, Sequence[tuple[int, Mapping[str, Any]]]]) -> None:
+        """Put back what :meth:`divided` has returned, in the place of what a donor keeps."""
+        for number, states in values.items():
+            if number < len(self.optimizers):
+                self.divide(self.optimizers[number])
+                self.optimizers[number].state.clear()
+                for place, state in states:
+                    self.optimizers[number].state[self.parameters[place]].update(
+                        (sys.intern(key), value) for key, value in state.items()
+                    )
 
     def places_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         places = [self._places.get(id(each), -1) for each in parameters]
@@ -157,11 +182,11 @@ class Replicated:
     def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, str, torch.Tensor]]:
         """What replicas have in common, in an order that all share: each tensor, live, with its parameter's place and
         its name in the optimizer's state, empty for the parameter. Plain values of optimizers come as tensors of bytes.
-        Parameters at places in ``leave_out`` may differ.
+        Parameters at places in ``leave_out`` may differ, and what :meth:`divide` names.
         """
         found = [((i, -1, ""), p.detach()) for i, p in enumerate(self.parameters) if i not in leave_out]
         for number, optimizer in enumerate(self.optimizers):
-            for parameter, state in optimizer.state.items():
+            for parameter, state in optimizer.state.items() if number not in self._divided else ():
                 place = self.index_of(parameter)
                 for key, value in state.items():
                     data = value.detach() if isinstance(value, torch.Tensor) else pack(repr(value))

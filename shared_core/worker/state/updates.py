@@ -31,6 +31,7 @@ from shared_core.worker.state.newer_state import NewerState, kept_beside
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.shared_images import SharedImage, SharedImages
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, Undo, begin_after_closure
+from shared_core.worker.variables.hooks import is_hook_of_script
 
 
 class Count:
@@ -403,6 +404,7 @@ class Updates:
         fence: blocks until what is being copied may be changed.
         stable: gives the newest step boundary that every rank has published.
         shared: where the ranks of this machine keep parameters together; None where there are several machines.
+        issued: how many collectives the program has begun.
 
     Attributes:
         in_batch: updates that have begun in the present batch.
@@ -417,6 +419,7 @@ class Updates:
         fence: Callable[[], None] = lambda: None,
         stable: Callable[[], int] = lambda: 0,
         shared: SharedImages | None = None,
+        issued: Callable[[], int] = lambda: 0,
     ) -> None:
         self._before_each, self._after_each, self._fence = before, after, fence
         self._count = Count()
@@ -431,6 +434,7 @@ class Updates:
         self.outside, self.followers = ExternalMutation(preimages), Followers()
         self._images = UpdateImages(preimages, self._count, stable, self.outside, shared)
         self.gate = UpdateGate()
+        self._issued, self._issued_before = issued, 0
         self.in_batch = 0
         self._begun = self._own = False
         self._hidden: dict[int, HiddenGradients] = {}
@@ -694,6 +698,9 @@ class Updates:
             self._begin()
         if self._parts is not None:
             self._hidden[id(optimizer)].hide(self._parts.check())
+        self._issued_before = self._issued()
+        if not steps_as_torch(optimizer) and any(map(is_hook_of_script, optimizer._optimizer_step_pre_hooks.values())):
+            self.outside.expect()  # such a hook may look at its state, which a replacement would have newer
         self._kept = None if self.outside.active or steps_as_torch(optimizer) else kept_beside(optimizer)
         if self._count.ahead:
             # The state contains this update. Pre-hooks of the program are still to come.
@@ -729,6 +736,10 @@ class Updates:
             # computed from the state, which a replacement that leaves this step out has newer
             self.outside.expect()
         self._kept = None
+        if self._issued() != self._issued_before and self._mine(optimizer) and not steps_as_torch(optimizer):
+            assert self.replicated is not None
+            if self.outside.expect():
+                self.replicated.divide(optimizer)
         if not self._count.ahead or not self._mine(optimizer):
             return
         with self.gate.condition:

@@ -6,11 +6,13 @@ here that stands for it, and what cannot be put back. Then the objects here are 
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import ctypes
 import functools
 import sys
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -37,6 +39,7 @@ from shared_core.worker.variables.kinds import (
     numbers_of_c,
     slots_of,
 )
+from shared_core.worker.variables.scopes import script_frames
 from shared_core.worker.variables.writer import (
     MODULE_PARTS,
     OF_DATA,
@@ -200,7 +203,9 @@ class Graft:
         _, kind, cls, *parts = self._rows[new.number]
         same = old is not MISSING and name_of(type(old)) == cls
         if kind in _AS_HERE:
-            self._here[new] = self._as_here(kind, cls, parts, old, same, path)
+            here = self._here[new] = self._as_here(kind, cls, parts, old, same, path)
+            for name, value in parts[2].items() if kind == "fixed" else ():
+                yield value, getattr(here, "__dict__", {}).get(name, MISSING), f"{path}.{name}"
             return
         if kind == "function":
             same = same and name_of(old) == parts[0] and (self._edited or mark_of(old) == parts[3])
@@ -255,7 +260,7 @@ class Graft:
         if kind == "named":
             return old if same and name_of(old) == parts[0] else self._find(parts[0], old, path)
         if kind == "fixed":
-            for name in filter(None, parts):  # what is not attached yet has that of a variable only
+            for name in filter(None, parts[:2]):  # what is not attached yet has that of a variable only
                 found = self._named.get(name, MISSING)
                 if found is not MISSING and name_of(type(found)) == cls:
                     return found
@@ -290,9 +295,11 @@ class Graft:
 
     def _find_function(self, name: str, mark: int, old: Any, path: str) -> Any:
         """The function of this name that does the same; one without a closure is made of its code."""
-        if not mark:
+        if not mark or (self._edited and "<" not in name):
             return self._find(name, old, path)
-        made = _made_of_code(name, mark)
+        made = _look_up(name)
+        if not isinstance(made, types.FunctionType) or mark_of(made) != mark:
+            made = _made_of_code(name, mark)
         if made is MISSING:
             self._differ(path, f"another function {short(name)}", old)
             return old
@@ -348,12 +355,17 @@ class Graft:
         here = self._here.get(new, MISSING)
         if kind in _AS_HERE or (kind == "function" and (here is MISSING or name_of(here) != parts[0])):
             self._filled[new] = here
+            if kind == "fixed" and here is not MISSING:
+                for name, value in parts[2].items():
+                    here.__dict__[name] = self.value(value)
         elif kind in _NEVER_MADE:
             self._filled[new] = here
             if here is not MISSING:
                 self._fill_in_place(kind, here, parts)
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
-            self._filled[new] = _immutable(kind, cls, parts, self.value)
+            self._filled[new] = _immutable(
+                kind, _look_up(cls) if here is MISSING else type(here), cls, parts, self.value
+            )
         elif kind == "method":
             self._filled[new] = MISSING if here is MISSING else types.MethodType(here, self.value(parts[1]))
         elif kind == "bound":
@@ -368,6 +380,19 @@ class Graft:
             self._filled[new] = made = self._restored(kind, cls, parts, here)
             if kind == "tensor" and made is not MISSING:
                 self._set_own(made, parts[-1])
+        elif kind == "future":
+            self._filled[new] = future = concurrent.futures.Future[Any]()
+            future.set_result(self.value(parts[0]))
+        elif kind == "reference":
+            to = self.value(parts[0])
+            kept = here is not MISSING and here() is to
+            self._filled[new] = here if kept else weakref.ref(_Gone() if to is None else to)
+        elif kind == "weak":
+            weak: Any = here if here is not MISSING else _look_up(cls)()
+            self._filled[new] = weak
+            items = [self.value(each) for each in parts[0]]
+            weak.clear()
+            weak.update(items)
         elif kind == "random":
             state = self.value(parts[0])
             if here is MISSING:
@@ -375,6 +400,8 @@ class Graft:
             else:
                 set_generator_state(here, state)
                 self._filled[new] = here
+                if parts[1]:
+                    self._set_attributes(here, parts[1], kind)
         elif kind == "function":
             self._filled[new] = here
             self._fill_function(here, parts[1], parts[2])
@@ -513,6 +540,9 @@ class Graft:
         owner, shape = self.value(owner), tuple(parts[2])
         made: Any
         if kind == "tensor":
+            if (dtype := dtype_named(parts[1])) != owner.dtype:
+                whole = owner.untyped_storage().nbytes() // owner.itemsize
+                owner = owner.as_strided((whole,), (1,), 0).view(dtype)
             made = owner.as_strided(shape, tuple(stride), offset)
             shown = here is not MISSING and (here.data_ptr(), here.shape, here.stride())
             return here if shown == (made.data_ptr(), made.shape, made.stride()) else made
@@ -545,6 +575,10 @@ class Graft:
         for name in attributes_of_tensor(made).keys() - values.keys() - self._writer.ignored:
             del made.__dict__[name]
         made.__dict__.update(values)
+
+
+class _Gone:
+    """What a weak reference showed that is gone."""
 
 
 def _later() -> None:
@@ -592,7 +626,7 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
         alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and str(old.device) == device
         return alike and gradient != 2 and old.grad_fn is None
     if kind == "ndarray":
-        alike = old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2])
+        alike = old.dtype == np.dtype(parts[1]) and old.shape == tuple(parts[2])
         return bool(alike and (parts[0] in ("same", "part") or owner_of(old) is None))
     if kind == "pyarray":
         return bool(old.typecode == parts[0])
@@ -612,6 +646,8 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
 def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     """What a description holds that may be objects, by place."""
     found: dict[Any, Any]
+    if kind == "random":
+        return {f".{name}": value for name, value in parts[1].items()}
     if kind in ("object", "module", "namespace", "scripted"):
         found = {f".{name}": value for name, value in parts[0].items()}
         return found | _numbered(parts[-1]) if kind == "module" else found
@@ -628,6 +664,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
         found = {_key(key): value for key, value in parts[0]}
         found |= {("key", i): key for i, (key, _) in enumerate(parts[0]) if isinstance(key, (Numbered, tuple))}
         return found | {f".{name}": value for name, value in parts[-1].items()}
+    if kind == "weak":
+        return {("key", i): each for i, each in enumerate(parts[0])}
     if kind in ("set", "frozenset"):
         return {("key", i): value for i, value in enumerate(parts[0])}
     if kind == "function":
@@ -635,6 +673,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
         return found if parts[2] is None else found | dict(zip(_OF_FUNCTIONS, parts[2], strict=True))
     if kind in ("method", "bound"):
         return {".__self__": parts[1]}
+    if kind in ("reference", "future"):
+        return {"()": parts[0]}
     if kind == "iterator":
         return {".source": parts[0]}
     if kind == "partial":
@@ -677,6 +717,8 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
         return found | {name: getattr(here, name[1:]) for name in _OF_FUNCTIONS}
     if kind in ("method", "bound"):
         return {".__self__": getattr(here, "__self__", MISSING)}
+    if kind == "reference":
+        return {"()": here()}
     if kind == "iterator":
         return {".source": iterator_state(here)[0]}
     if kind == "partial":
@@ -690,6 +732,7 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
 #: What is below an object of a kind, by name.
 _ATTRIBUTES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "object": held_by,
+    "random": attributes_of,
     "module": state_of,
     "namespace": namespace_of,
     "scripted": tensors_of,
@@ -698,10 +741,13 @@ _ATTRIBUTES: dict[str, Callable[[Any], Mapping[str, Any]]] = {
 
 
 def _made_of_code(name: str, mark: int) -> Any:
-    """A function of the script that stands in another one and has no closure; else :data:`MISSING`."""
+    """A function of the script that stands in another one, or in what runs, and has no closure; else
+    :data:`MISSING`.
+    """
     module, _, path = name.partition(":")
     outer = _look_up(f"{module}:{path.partition('.<locals>')[0]}")
     todo = [code] if (code := getattr(outer, "__code__", None)) is not None else []
+    todo += [frame.f_code for frame in script_frames(sys._getframe(1)) if frame.f_globals.get("__name__") == module]
     while todo:
         each = todo.pop()
         if each.co_qualname == path and mark_of_code(each) == mark and not each.co_freevars:
@@ -741,7 +787,9 @@ def _look_up(name: str) -> Any:
 
 
 #: Kinds that can be made here without their class.
-_MAKERS = frozenset("value tensor ndarray pyarray iterator atom enum tuple frozenset bound partial".split())
+_MAKERS = frozenset(
+    "value tensor ndarray pyarray iterator atom enum tuple frozenset bound partial reference weak future".split()
+)
 
 
 def _has_class(kind: str, parts: list[Any]) -> bool:
@@ -787,8 +835,7 @@ def _put_in_order(made: set[Any], items: list[Any]) -> bool:
     return list(made) == items
 
 
-def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any]) -> Any:
-    made = _look_up(cls)
+def _immutable(kind: str, made: Any, cls: str, parts: list[Any], value: Callable[[Any], Any]) -> Any:
     if kind == "value":
         named = next((each for each in VALUES if name_of(each) == cls), made)
         known = next(base for base in named.__mro__ if base in VALUES)
@@ -796,7 +843,8 @@ def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any
     if not isinstance(made, type) or kind_of(made) != kind:
         raise RecoveryFailed(f"{short(cls)} is no class of the script any more")
     if kind == "enum":
-        return made.__members__[parts[0]]  # type: ignore[attr-defined]
+        named = parts[0] in made.__members__  # type: ignore[attr-defined]
+        return made.__members__[parts[0]] if named else made(parts[1])  # type: ignore[attr-defined]
     base: Any = {"tuple": tuple, "frozenset": frozenset}.get(kind) or type(parts[0])
     return base.__new__(made, value(parts[0]))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import concurrent.futures
+import contextlib
 import contextvars
 import csv
 import ctypes
@@ -127,8 +129,14 @@ _BUFFERS = (io.BytesIO, io.StringIO)
 #: Types with a kind of their own.
 _ALONE: dict[type, str] = {
     array.array: "pyarray",
+    concurrent.futures.Future: "future",
+    contextlib.ExitStack: "opaque",
     contextvars.ContextVar: "context",
     functools._lru_cache_wrapper: "cache",
+    weakref.ReferenceType: "reference",
+    weakref.WeakKeyDictionary: "weak",
+    weakref.WeakValueDictionary: "weak",
+    weakref.WeakSet: "weak",
 }
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 #: Codes of the types of ``ctypes`` whose memory holds numbers, and no addresses.
@@ -411,7 +419,11 @@ class OfItsClass:
         return made or str(name).startswith("_") or name in self._names
 
 
-_STORE = dis.opmap["STORE_ATTR"]
+_STORE, _LOAD, _EXTENDED = (dis.opmap[each] for each in ("STORE_ATTR", "LOAD_ATTR", "EXTENDED_ARG"))
+_COPY, _SWAP, _CACHE, _FAST = (dis.opmap[each] for each in ("COPY", "SWAP", "CACHE", "LOAD_FAST"))
+_ROOTS = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}
+#: Bits of an argument that are none of a name's number.
+_MARKED = int(sys.version_info >= (3, 12))
 
 
 @functools.cache
@@ -431,9 +443,43 @@ def attributes_stored(code: types.CodeType) -> Iterator[str]:
     raw, more = code.co_code, 0
     for op, low in zip(raw[::2], raw[1::2], strict=True) if _STORE in raw[::2] else ():
         number = more | low
-        more = number << 8 if op == dis.EXTENDED_ARG else 0
+        more = number << 8 if op == _EXTENDED else 0
         if op == _STORE:
             yield code.co_names[number]
+
+
+def attributes_given(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    """Attributes that code stores in something else than ``self``, after the names of a global variable and what is
+    below it, where these lead to what it stores in: ``("torch", "nn", "Linear", "count")``.
+    """
+    raw, at = code.co_code, -1
+    while (at := raw.find(_STORE, at + 1)) >= 0:
+        if at % 2:
+            continue
+        path, back = [code.co_names[_argument(raw, at)]], _before(raw, at)
+        if raw[back] == _SWAP:  # of an augmented assignment: what it stores in was copied before it was read
+            index = raw[at + 1] << _MARKED & 0xFF
+            back = _before(raw, raw.rfind(bytes((_COPY, 1, _LOAD, index)), 0, at))
+        while back >= 0 and raw[back] == _LOAD:
+            path.append(code.co_names[_argument(raw, back) >> _MARKED])
+            back = _before(raw, back)
+        if back >= 0 and raw[back] in _ROOTS:
+            path.append(code.co_names[_argument(raw, back) >> _ROOTS[raw[back]]])
+            yield tuple(reversed(path))
+        elif back < 0 or raw[back] != _FAST or raw[back + 1] or code.co_varnames[0] != "self" or len(path) > 1:
+            yield (path[0],)
+
+
+def _argument(raw: bytes, at: int) -> int:
+    return raw[at + 1] | (raw[at - 1] << 8 if at and raw[at - 2] == _EXTENDED else 0)
+
+
+def _before(raw: bytes, at: int) -> int:
+    """Place of the instruction before this one."""
+    at -= 4 if at > 2 and raw[at - 2] == _EXTENDED else 2
+    while at > 0 and raw[at] == _CACHE:
+        at -= 2
+    return at
 
 
 def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from shared_core.loaders.randomness import read_random, write_random
 from shared_core.worker.variables.expressions import names_read
+from shared_core.worker.variables.given import Given, value_in
 from shared_core.worker.variables.kinds import (
     LIBRARIES,
     OURS,
@@ -79,6 +80,9 @@ class Scope:
         elif isinstance(self.holder, type):
             for name, value in changed.items():
                 type.__setattr__(self.holder, name, value)
+        elif isinstance(self.holder, types.ModuleType):
+            for name, value in changed.items():
+                setattr(self.holder, name, value)
         else:
             self.holder.update(changed)
 
@@ -102,32 +106,50 @@ class ToldVariables:
 
 
 class _Class:
-    """Attributes of a class of the script, without methods, properties and other code that holds nothing."""
+    """Attributes of a class of the script, without properties and other code that holds nothing, and without the
+    methods that it had at first.
+    """
 
     def __init__(self, name: str, cls: type) -> None:
-        self._name, self._cls, self._own = name, cls, vars(cls)
+        self.name, self.cls, self._own = name, cls, vars(cls)
         self._size, self._names = -1, Names(())
+        self._methods = Names(name for name, each in self._own.items() if type(each) is types.FunctionType)
+        self._first = self._now = self._methods.values(self._own)
+
+    @property
+    def methods(self) -> Sequence[Any]:
+        """Those that it had at first."""
+        return self._first
 
     def scope(self) -> Scope | None:
         """None where there are no such attributes."""
         own = self._own
-        if len(own) != self._size or any(each not in own for each in self._names.names):
+        try:
+            same = len(own) == self._size and all(map(is_, self._now, self._methods.values(own)))
+        except KeyError:
+            same = False
+        if not same or any(each not in own for each in self._names.names):
             self._size = len(own)
-            self._names = Names(attributes_of_class(self._cls))
+            first = dict(zip(self._methods.names, self._first, strict=True))
+            others = [k for k, v in own.items() if type(v) is types.FunctionType and first.get(k) is not v]
+            self._now = [own.get(each) for each in self._methods.names]
+            self._names = Names(dict.fromkeys([*attributes_of_class(self.cls), *others]))
         if not self._names.names:
             return None
-        where = self._name.partition(":")[2]
+        where = self.name.partition(":")[2]
         values = [unwrapped(each) for each in self._names.values(own)]
-        return Scope(self._name, "class", where, self._names, values, self._cls)
+        return Scope(self.name, "class", where, self._names, values, self.cls)
 
 
-def _classes(value: type, module: str) -> Iterator[_Class]:
+def _classes(value: type, module: str, known: dict[int, _Class]) -> Iterator[_Class]:
     """A class that this module defines, and those inside it."""
     if value.__module__ == module and kind_of(value) != "enum":
-        yield _Class(f"{module}:{value.__qualname__}", value)
+        if id(value) not in known:
+            known[id(value)] = _Class(f"{module}:{value.__qualname__}", value)
+        yield known[id(value)]
         for each in list(vars(value).values()):
             if isinstance(each, type) and each.__qualname__.startswith(f"{value.__qualname__}."):
-                yield from _classes(each, module)
+                yield from _classes(each, module, known)
 
 
 @dataclass(frozen=True)
@@ -191,6 +213,10 @@ class Scopes:
         self._modules: list[tuple[str, types.ModuleType]] = []
         self._known: set[int] = set()
         self._plans: dict[tuple[str, Any], _Plan] = {}
+        #: Classes of the script by identity, and the code of each module's functions, as they were at first.
+        self._classes: dict[int, _Class] = {}
+        self._defined: dict[int, dict[str, Any]] = {}
+        self.given = Given()
         self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
 
     def find(self, frame: types.FrameType | None, told: Iterable[ToldVariables]) -> Iterator[Scope]:
@@ -217,6 +243,16 @@ class Scopes:
             frame = frame.f_back
         for name, own in self._own_modules(running):
             yield from self._of_module(name, own, running.get(id(own)))
+        for name, holder, given in self.given.holders():
+            values = [unwrapped(value_in(holder, each, Unbound)) for each in given]
+            yield Scope(name, "class", name, Names(given), values, holder)
+
+    def of_class(self, name: str) -> Scope | None:
+        """A class in which no attributes were found, by the name of its scope: those of another run go there."""
+        for each in self._classes.values():
+            if each.name == name:
+                return Scope(name, "class", name.partition(":")[2], Names(()), (), each.cls)
+        return None
 
     def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
         modules = OWN_MODULES.look()
@@ -239,12 +275,42 @@ class Scopes:
         except KeyError:
             pass
         if plan is None or values is None:
-            plan = self._plans[key] = _plan(name, own, frame)
+            plan = self._plans[key] = self._plan(name, own, frame)
             values = plan.names.values(own)
         yield Scope(name, "module", plan.where, plan.names, values, own)
         for each in plan.classes:
             if (found := each.scope()) is not None:
                 yield found
+
+    def _plan(self, name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
+        alive = None if frame is None else live(frame.f_code, frame.f_lasti)
+        if frame is not None and alive is not None:
+            alive |= names_read(frame.f_code, frame.f_lasti)
+        names: list[str] = []
+        classes: list[_Class] = []
+        functions: list[str] = []
+        first = self._defined.get(id(own))
+        if first is None:
+            first = self._defined[id(own)] = {k: getattr(v, "__code__", None) for k, v in own.items()}
+        for each, value in own.items():
+            if isinstance(value, type):
+                classes += _classes(value, name, self._classes)
+            elif is_dunder(each) or (isinstance(value, types.ModuleType) and not is_loaded_apart(value)):
+                continue
+            elif isinstance(value, types.BuiltinFunctionType) and not is_bound(value):
+                continue
+            elif _is_defined(each, value, name) and first.get(each) is value.__code__:
+                functions.append(each)
+            elif alive is None or each in alive:
+                names.append(each)
+        codes = [own[each].__code__ for each in functions if own[each].__globals__ is own]
+        codes += [each.__code__ for cls in classes for each in cls.methods if each.__globals__ is own]
+        for code in codes if frame is None else (*codes, frame.f_code):
+            self.given.look(code, own)
+        file = Path(own.get("__file__") or name).name
+        defined = Names(functions)
+        where = file if frame is None else f"{file}:{frame.f_lineno}"
+        return _Plan(len(own), Names(names), where, classes, defined, _codes(defined, own))
 
     def _of_frame(self, frame: types.FrameType, name: str) -> Scope:
         code = frame.f_code
@@ -257,6 +323,7 @@ class Scopes:
                 alive |= names_read(code, frame.f_lasti)
             names = Names(each for each in every if (alive is None or each in alive) and not each.startswith("."))
             known = self._frames[key] = names, f"{Path(code.co_filename).name}:{frame.f_lineno}"
+            self.given.look(code, frame.f_globals)
         names, where = known
         own = frame.f_locals
         try:
@@ -273,33 +340,14 @@ def _let_go(own: dict[str, Any], code: types.CodeType) -> None:
         own.clear()
 
 
-def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
-    alive = None if frame is None else live(frame.f_code, frame.f_lasti)
-    if frame is not None and alive is not None:
-        alive |= names_read(frame.f_code, frame.f_lasti)
-    names: list[str] = []
-    classes: list[_Class] = []
-    functions: list[str] = []
-    for each, value in own.items():
-        if isinstance(value, type):
-            classes += _classes(value, name)
-        elif is_dunder(each) or (isinstance(value, types.ModuleType) and not is_loaded_apart(value)):
-            continue
-        elif isinstance(value, types.BuiltinFunctionType) and not is_bound(value):
-            continue
-        elif isinstance(value, types.FunctionType) and value.__name__ == each and not _has_state(value, name):
-            functions.append(each)
-        elif alive is None or each in alive:
-            names.append(each)
-    file = Path(own.get("__file__") or name).name
-    defined = Names(functions)
-    where = file if frame is None else f"{file}:{frame.f_lineno}"
-    return _Plan(len(own), Names(names), where, classes, defined, _codes(defined, own))
-
-
 def _codes(defined: Names, own: Mapping[str, Any]) -> list[Any]:
     """Of functions: a closure that a loop defines again is another object with the same code."""
     return [getattr(each, "__code__", None) for each in defined.values(own)]
+
+
+def _is_defined(name: str, value: Any, module: str) -> bool:
+    """Whether this is a function under its own name that holds nothing."""
+    return isinstance(value, types.FunctionType) and value.__name__ == name and not _has_state(value, module)
 
 
 def _has_state(function: types.FunctionType, module: str) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_core.worker.comm.compat import PRINTED
+
 #: Their product is flushed to zero where torch flushes such numbers; nothing else tells.
 _SMALLEST: float = 5e-324
 _ONE: float = 1.0
@@ -24,6 +26,10 @@ _CHOICES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "mkldnn": (lambda: bool(torch.backends.mkldnn.enabled), torch.backends.mkldnn.set_flags),
     "denormal": (lambda: _SMALLEST * _ONE == 0.0, torch.set_flush_denormal),
     "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    "lower": (lambda: torch.get_autocast_dtype("cpu"), lambda to: torch.set_autocast_dtype("cpu", to)),
+    "tensors": (lambda: dict(PRINTED), PRINTED.update),
 }
 #: Beginnings of environment variables of a job, which a replacement has its own of.
 _OF_THE_JOB = (b"SWIFT_", b"TORCHELASTIC_")

@@ -159,6 +159,7 @@ class Variables:
         self._scopes, self._settings = Scopes(), ProcessSettings()
         self._restored: dict[int, Any] = {}
         self._writer = ValueWriter(self._restored.__contains__)
+        self._writer.given = self._scopes.given.names
         self._told: dict[str, tuple[Any, ToldVariables]] = {}
         self._leaves: list[tuple[type, frozenset[str]]] = []
         self._named: dict[str, Any] | None = None
@@ -579,7 +580,7 @@ class Variables:
         todo: list[_Change] = []
         untold = _Untold(graft, origin)
         for scope_name, kind, where, names, held in values:
-            scope = here.get(scope_name)
+            scope = here.get(scope_name) or (self._scopes.of_class(scope_name) if kind == "class" else None)
             left = self._writer.ignored
             wanted = {
                 name: new

@@ -20,7 +20,8 @@ import weakref
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from enum import Flag
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -40,8 +41,11 @@ from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.attached_memory import AttachedMemory
 from shared_core.worker.variables.hooks import is_hook_of_script
 from shared_core.worker.variables.kinds import (
+    FRAMEWORKS,
     OURS,
+    RANDOM,
     VALUES,
+    OfItsClass,
     attributes_of_class,
     attributes_of_tensor,
     is_bound,
@@ -231,6 +235,8 @@ class ValueWriter:
     def __init__(self, restored: Callable[[int], bool], *, inner: bool = False) -> None:
         self.restored, self.inner = restored, inner
         self.ignored: set[str] = set()
+        #: Names of attributes that the script's code gives to other objects than its own.
+        self.given: set[str] = set()
         #: Names of variables that hold what is not described, by identity.
         self.aliases: dict[int, str] = {}
         #: Names of what is attached and its parts, by identity.
@@ -396,8 +402,10 @@ class _Values(_Pickler):
             kind = "opaque"
         elif kind == "iterator" and self._writer.inner:
             kind = "opaque"
+        elif kind == "future" and not (obj.done() and not obj.cancelled() and obj.exception() is None):
+            kind = "opaque"
         elif kind == "queue":  # another thread may fill it at any time
-            kind = "ignored" if _script_has_threads() else "object"
+            kind = "opaque" if _script_has_threads() else "object"
         elif kind in ("tensor", "ndarray") and self._writer.shown_by(obj) is not None:
             kind = "view"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
@@ -433,9 +441,10 @@ class _Values(_Pickler):
 
 
 def _script_has_threads() -> bool:
-    """Whether threads run that this product has not started."""
+    """Whether threads run that neither this product nor a framework has started, such as that of a progress bar."""
     main = threading.main_thread()
-    return any(each is not main and not each.name.startswith("swift-") for each in threading.enumerate())
+    others = [each for each in threading.enumerate() if each is not main and not each.name.startswith("swift-")]
+    return any(root_of(type(each)) not in FRAMEWORKS - {"threading"} for each in others)
 
 
 def attributes_of(thing: Any) -> Mapping[str, Any]:
@@ -450,6 +459,16 @@ def attributes_of(thing: Any) -> Mapping[str, Any]:
             except AttributeError:
                 continue
     return own
+
+
+def added_to(writer: ValueWriter, thing: Any) -> dict[str, Any]:
+    """Attributes that the script has given to an object of a library."""
+    own = getattr(thing, "__dict__", {})
+    names = own.keys() & writer.given
+    if not names or isinstance(thing, (*_DATA, torch.Tensor)) or writer.parts.get(id(thing)):
+        return {}
+    theirs = OfItsClass(thing)
+    return {name: own[name] for name in sorted(names) if name not in theirs and name not in writer.ignored}
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -531,7 +550,7 @@ def owner_of(thing: Any) -> Any:
     if isinstance(thing, torch.Tensor):
         base: Any = thing._base if thing._is_view() else None
         plain = base is not None and type(base) in (torch.Tensor, nn.Buffer) and base.layout is torch.strided
-        return base if plain and base.dtype == thing.dtype and not base.requires_grad else None
+        return base if plain and not base.requires_grad else None
     base = thing.base
     return base if type(base) is np.ndarray and base.flags.c_contiguous and base.flags.writeable else None
 
@@ -576,14 +595,28 @@ def iterator_state(thing: Any) -> tuple[Any, int]:
 def _ndarray(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     if thing.dtype == object:
         return ("objects", "O", thing.shape, thing.ravel().tolist())
-    head = (array_kind(thing.dtype.str).str, thing.shape)
-    if (base := owner_of(thing)) is not None and base.dtype == thing.dtype and writer.shows_whole(thing, base):
+    head = (_kind_of_array(thing.dtype), thing.shape)
+    base = owner_of(thing)
+    if base is not None and base.dtype.kind not in _WITHOUT_BUFFER and writer.shows_whole(thing, base):
         return ("part", *head, (base, thing.ctypes.data - base.ctypes.data, thing.strides))
     if thing.nbytes > _LARGE:
         dense: Any = np.ascontiguousarray(thing).reshape(-1).view(np.uint8)
         if not thing.flags.writeable or writer.unchanged(thing, None, memoryview(dense)):
             return ("same", *head, b"")
     return ("value", *head, thing.tobytes())
+
+
+#: Kinds of arrays whose memory another array cannot show.
+_WITHOUT_BUFFER = "OmM"
+
+
+def _kind_of_array(dtype: np.dtype[Any]) -> Any:
+    """What makes this dtype again. Raises _DarkError where nothing plain does."""
+    if dtype.names is None:
+        return array_kind(dtype.str).str
+    if dtype.hasobject or np.dtype(dtype.descr) != dtype:
+        raise _DarkError
+    return dtype.descr
 
 
 def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
@@ -604,8 +637,11 @@ _MARKS: dict[int, tuple[types.CodeType, int]] = {}
 
 
 def mark_of(function: types.FunctionType) -> int:
-    """By which functions of one name are told apart, such as two that ``lambda`` makes; 0 where the name is enough."""
-    return mark_of_code(function.__code__) if "<" in function.__qualname__ else 0
+    """By which functions of one name are told apart, such as two that ``lambda`` makes, or one that is defined again; 0
+    where the name is enough.
+    """
+    named = "<" not in function.__qualname__ and of_libraries(function.__code__.co_filename)
+    return 0 if named else mark_of_code(function.__code__)
 
 
 def mark_of_code(code: types.CodeType) -> int:
@@ -687,6 +723,8 @@ def _digest(thing: Any) -> int | None:
     try:
         if hasattr(cls, "__next__"):
             return zlib.crc32(repr(_progress(thing)).encode())
+        if cls is ExitStack:  # what it is going to call
+            return zlib.crc32(repr([name_of(each) for _, each in thing._exit_callbacks]).encode())
         if issubclass(cls, torch.Tensor):
             parts = [each.detach().contiguous() for each in _parts_of(thing)]
             told = [(each.dtype, each.shape, zlib.crc32(memory_of(each)[: each.nbytes])) for each in parts]
@@ -810,9 +848,12 @@ _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "module": _module,
     "tensor": _tensor,
     "ndarray": _ndarray,
-    "random": lambda writer, thing: (writer.random(thing),),
+    "random": lambda writer, thing: (writer.random(thing), {} if type(thing) in RANDOM else attributes_of(thing)),
     "value": lambda _, thing: (VALUES[next(base for base in type(thing).__mro__ if base in VALUES)][0](thing),),
-    "enum": lambda _, thing: (thing.name,),
+    "enum": lambda _, thing: (thing.name, thing.value if isinstance(thing, Flag) else None),
+    "future": lambda _, thing: (thing.result(),),
+    "reference": lambda _, thing: (thing(),),
+    "weak": lambda _, thing: (list(thing if isinstance(thing, weakref.WeakSet) else thing.items()),),
     "iterator": lambda _, thing: iterator_state(thing),
     "pyarray": lambda _, thing: (thing.typecode, thing.tobytes()),
     "memory": _memory,
@@ -830,7 +871,11 @@ _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "bound": lambda _, thing: (thing.__name__, thing.__self__),
     "partial": lambda _, thing: (thing.func, thing.args, thing.keywords, thing.__dict__),
     "view": lambda writer, thing: writer.shown_by(thing) or (),
-    "fixed": lambda writer, thing: (writer.aliases.get(id(thing)), writer.parts.get(id(thing))),
+    "fixed": lambda writer, thing: (
+        writer.aliases.get(id(thing)),
+        writer.parts.get(id(thing)),
+        added_to(writer, thing),
+    ),
     "ignored": lambda _, thing: (),
     "unbound": lambda _, thing: (),
     "opaque": _opaque,
