@@ -14,7 +14,7 @@ import pytest
 from checkpoint_tools import finish, run_writer, snapshot, writing
 from harness import until
 
-from shared_core.checkpoint import Spool, lineage, store
+from shared_core.checkpoint import Spool, lineage
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.lineage import candidates, contents, continues, folder_of, next_start, to_adopt
 from shared_core.checkpoint.verdict import sentence, verdict
@@ -138,12 +138,6 @@ def test_which_runs_the_next_start_may_continue_with(name: str) -> None:
     assert [run for run in runs if continues(run, ended)] == wanted
 
 
-def test_the_newest_run_comes_first_however_far_an_earlier_one_had_got(where: Path) -> None:
-    save(where, A, EARLY, 100)
-    save(where, A, LATE, 10, 20)
-    assert [each.step for each in candidates(contents(where), A.key)] == [20, 10, 100]
-
-
 def test_what_ended_runs_of_the_same_command_have_left_goes_once_there_are_two_others(where: Path) -> None:
     save(where, A, EARLY, 10, 20, ended=True)
     save(where, B, EARLY, 10, ended=True)
@@ -201,13 +195,6 @@ def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spoo
     assert run_writer(spool) == (0, [])
     said = verdict("nonsense://x", A, spool, 7, continues=False)
     assert "nothing is lost" in said and "swiftctl checkpoints nonsense://x" in said
-
-
-def test_a_manifest_says_when_it_was_committed(where: Path) -> None:
-    save(where, A, EARLY, 10)
-    (found,) = contents(where).saved
-    assert found.time == found.checkpoint.time > 0
-    assert store.step_of(found.checkpoint.folder) == 10 and store.step_of("other") is None
 
 
 # -- clocks, and what cannot be used ----------------------------------------------------------------------------------

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shared_core.errors import ConfigError, DamagedRecord
+from shared_core.errors import ConfigError
 from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer, fetch
@@ -117,32 +115,6 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
     assert [entry.kind for entry in late.follow()] == [EntryKind.RESTART] and late.follow() == []
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"generation": 2},
-        {"size": 10**15},
-        {"replaced": [[2, 1]]},
-        {"absent": [2]},
-        {"causes": [["old age", "text", 1]]},
-        {"causes": [["died", "text", 2]]},
-        {"kind": "continue"},
-        {"rank": 2},
-    ],
-)
-def test_a_damaged_entry_is_refused(damage: dict[str, object]) -> None:
-    """Followed blindly, the first would be read again and again."""
-    store = MemoryStore()
-    entry = replace(losing(1), generation=1, incarnations=(0, 1), detected=1.5)
-    store.set("p/gen/1", entry.to_json())
-    assert Ledger(store, "p/", 2).follow() == [entry]
-    store.set("p/gen/1", json.dumps(json.loads(entry.to_json()) | damage))
-    with pytest.raises(DamagedRecord, match="the entry gen/1 in the job's store is damaged"):
-        Ledger(store, "p/", 2).follow()
-    with pytest.raises(DamagedRecord):
-        Ledger(store, "p/", 2).append(lambda: losing(0))
-
-
 def test_an_entry_comes_back_as_it_was() -> None:
     causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b failed", 2))
     line = Resized(0, 3, (0, 1), 7)
@@ -230,20 +202,6 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     mirror.write("boundary.5", ())
     mirror.sync()
     assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
-
-
-def test_names_lead_nowhere_else(
-    tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
-    (tmp_path / "own").mkdir()
-    mirror = Mirror(0, 0, 0, tmp_path / "own", KEY)
-    mirror.follow((None, f"127.0.0.1:{server.port}#1"))
-    mirror.write("../../escaped", [b"x"])
-    mirror.sync()
-    mirror._trouble.join(10.0)
-    assert "no copy of its state on another machine" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("escaped*"))
 
 
 def test_the_next_place_keeps_the_copies() -> None:

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from util import run, start, start_command
+from util import run, start_command
 
 from shared_core.cli.job_options import build_config
 from shared_core.cli.swiftrun import parse_args
-from tests.support.runner import ROOT
 
 
 @pytest.mark.nightly
@@ -67,16 +66,6 @@ def test_options_of_the_script_are_its_own() -> None:
         assert (args.training_script, args.training_script_args) == ("train.py", own)
 
 
-def test_a_refusal_is_one_line(tmp_path: Path) -> None:
-    job = start_command(tmp_path, [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0", "missing.py"])
-    job.finish()
-    assert job.code == 2
-    assert job.stderr == (
-        "swiftrun: ConfigError: the training script 'missing.py' does not exist "
-        f"(see {ROOT}/docs/troubleshooting.md#configerror)\n"
-    )
-
-
 @pytest.mark.nightly
 def test_a_foreign_entry_in_the_ledger_ends_the_job_with_a_line(tmp_path: Path) -> None:
     job = run(
@@ -124,14 +113,6 @@ def test_faults_are_armed_by_a_flag_alone(standbys: str, tmp_path: Path) -> None
         job = run(tmp_path, FAULTY, options=[*options, "--faults", str(path)])
         assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
         assert [event.rank for event in job.of("failed")] == [1] == [event.rank for event in job.of("fault")]
-
-
-@pytest.mark.nightly
-def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    job = start(tmp_path, "", options=["--standbys", "0", "--faults", "nowhere.json"]).finish()
-    assert job.code == 2
-    assert job.stderr.startswith("swiftrun: ConfigError: --faults: cannot read nowhere.json: "), job.stderr
-    assert job.stderr.count("\n") == 1
 
 
 @pytest.mark.nightly

@@ -175,38 +175,6 @@ def test_a_record_that_waits_is_not_lost_by_a_drop(tmp_path: Path) -> None:
     archive.close()
 
 
-def test_a_segment_that_gets_a_newer_record_is_not_dropped(tmp_path: Path) -> None:
-    archive = Gated(tmp_path)
-    archive.permits.release(2)
-    put(archive, A, 0, boundary=0)
-    flush(archive)
-    put(archive, A, 1, boundary=5)
-    for _ in range(3):
-        assert archive.asked.acquire(timeout=WAIT_S)  # the segment's header, record 0, record 1
-    archive.drop_before(3)  # while record 1 is being written behind record 0
-    archive.open_gate()
-    flush(archive)
-    assert archive.first(A) == 0 and same(archive, A, 1, boundary=5)
-    archive.close()
-
-
-def test_a_record_is_written_once(tmp_path: Path) -> None:
-    archive = Archive(tmp_path)
-    for _ in range(2):
-        put(archive, A, 0)
-    flush(archive)
-    put(archive, A, 0)
-    archive.close()
-    assert archive.stats.records == 1
-    again = Archive(tmp_path, again=True)
-    put(again, A, 0)  # a replacement sends the failed worker's messages again
-    put(again, A, 1)
-    flush(again)
-    assert again.stats.records == 1 and again.indices(A) == [0, 1] and same(again, A, 0)
-    assert [path.name for path in files(tmp_path)] == ["00000000.log", "00000001.log"]
-    again.close()
-
-
 # -- slow disks ------------------------------------------------------------------------------------
 
 
@@ -342,20 +310,6 @@ def test_closed_segments_are_taken_by_their_index(tmp_path: Path, capfd: pytest.
     assert again.first(A) is None and again.indices(A) == list(range(11))
     assert "1 damaged message(s), left out: 11 of default|0,1,0" in capfd.readouterr().err
     again.close()
-
-
-def test_reopen_of_nothing(tmp_path: Path) -> None:
-    archive = Archive(tmp_path / "none", again=True)
-    assert channels(archive) == [] and archive.first(A) is None
-    put(archive, A, 5)
-    archive.close()
-    (tmp_path / "none" / "00000007.log").touch()
-    (tmp_path / "none" / "other.log").write_text("not ours")
-    again = Archive(tmp_path / "none", again=True)
-    put(again, A, 6)
-    again.close()
-    assert (tmp_path / "none" / "00000008.log").exists(), "numbers are not used again"
-    assert again.first(A) == 5
 
 
 if __name__ == "__main__":

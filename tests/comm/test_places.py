@@ -10,7 +10,7 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import Fault
-from shared_core.protocol.place import AFTER, CollectivePlace, apart
+from shared_core.protocol.place import CollectivePlace, apart
 from shared_core.worker.comm.places import GroupPlaces, ProgramPlace
 from tests.support.cluster import Cluster
 from tests.support.namespaces import machines, unavailable
@@ -119,27 +119,6 @@ def test_only_what_no_program_means_is_refused_without_a_failure() -> None:
     assert not apart((None, E0), (E1, next_batch), recovered=False), "it is not known"
     assert apart((E0, E0), (E0, next_batch), recovered=True)
     assert not apart((None, None), (E0, E0), recovered=True)
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        (CollectivePlace(), "before the first batch"),
-        (CollectivePlace(batch=3), "batch 2"),
-        (E0, "epoch 0, pass 1, batch 3"),
-        (E0._replace(batch=AFTER), "epoch 0, pass 1, after its batches"),
-        (CollectivePlace(phase=2), "after loop 1 over epochs"),
-        (CollectivePlace(entry=1, phase=1, epoch=2, pass_=1, batch=1), "entry call 1, epoch 2, pass 1, batch 0"),
-        (CollectivePlace(entry=-3), "after entry call 1"),
-    ],
-)
-def test_a_place_in_words_and_in_bytes(place: CollectivePlace, words: str) -> None:
-    assert str(place) == words
-    assert CollectivePlace.unpacked(place.packed()) == place
-
-
-def test_no_place_is_none() -> None:
-    assert CollectivePlace.unpacked(bytes(len(E0.packed()))) is None
 
 
 def _members(path: Path) -> list[GroupPlaces]:

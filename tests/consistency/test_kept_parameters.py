@@ -11,7 +11,6 @@ from harness import Jobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared_core.errors import RecoveryFailed
 from shared_core.faults import Fault
 from shared_core.worker.state.shared_images import SharedImages
 from tests.support.runner import Mismatch
@@ -111,56 +110,6 @@ def test_parts_of_all_ranks_are_the_parameters(
     assert found.keys() == before.keys()
     for place, tensor in before.items():
         assert found[place].shape == tensor.shape and torch.equal(found[place], tensor)
-
-
-def test_nothing_is_complete_before_the_last_part_is(tmp_path: Path) -> None:
-    parameters = random_parameters([(64, 256)], torch.float32)
-    ranks = ranks_of(tmp_path, 4, parameters)
-    for each in ranks:
-        assert ranks[0].complete(1, [0]) is None
-        each.put(1, 0, by_place(parameters))
-    assert ranks[0].complete(1, [0]) is not None
-
-
-def test_a_part_that_may_be_asked_for_is_not_overwritten(tmp_path: Path) -> None:
-    parameters = random_parameters([(64, 256)], torch.float32)
-    ranks = ranks_of(tmp_path, 2, parameters)
-
-    def put(version: int, oldest: int) -> bool:
-        parameters[0].fill_(version)
-        for each in ranks:
-            each.put(version, oldest, by_place(parameters))
-        return ranks[0].complete(version, [0]) is not None
-
-    assert put(1, 1) and put(2, 1)
-    image = ranks[0].complete(1, [0])
-    assert image is not None and not put(3, 1), "there is room for two"
-    assert (image.read()[0] == 1).all()
-    assert put(3, 2)
-    with pytest.raises(RecoveryFailed, match="gone"):
-        image.read()
-
-
-def test_what_is_attached_later_is_other_parameters(tmp_path: Path) -> None:
-    parameters = random_parameters([(64, 256)], torch.float32)
-    ranks = ranks_of(tmp_path, 2, parameters)
-    for each in ranks:
-        each.put(1, 1, by_place(parameters))
-    before = ranks[0].complete(1, [0])
-    for each in ranks:
-        each.attach(parameters)
-    assert before is not None and ranks[0].complete(1, [0]) is None
-    assert torch.equal(before.read()[0], parameters[0]), "those of before are still there"
-
-
-def test_a_later_worker_of_the_rank_finds_what_is_there(tmp_path: Path) -> None:
-    parameters = random_parameters([(64, 256)], torch.float32)
-    for each in ranks_of(tmp_path, 2, parameters):
-        each.put(1, 1, by_place(parameters))
-    again = ranks_of(tmp_path, 2, parameters)
-    again[1].put(1, 1, [torch.zeros(64, 256)])  # the version is there, so this does nothing
-    image = again[1].complete(1, [0])
-    assert image is not None and torch.equal(image.read()[0], parameters[0])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shared_core.errors import Unsupported
-from shared_core.loaders import ResumableLoader, read_random, wrap_loader
+from shared_core.loaders import wrap_loader
 
 Batch = torch.Tensor
 
@@ -120,27 +120,6 @@ def test_seeded_items_do_not_depend_on_the_model() -> None:
     assert_same(batches(1), batches(7))
 
 
-def test_seeded_leaves_the_global_generators_alone() -> None:
-    loader = wrap_loader(DataLoader(Pure(), batch_size=4), mode="seeded")
-    iterator = iter(loader)
-    before = read_random()
-    next(iterator)
-    assert read_random() == before
-
-
-def test_wrapper_looks_like_the_loader() -> None:
-    raw = DataLoader(Augmented(), batch_size=4, shuffle=True)
-    loader = wrap_loader(raw)
-    assert isinstance(loader, DataLoader) and isinstance(loader, ResumableLoader) and len(loader) == len(raw)
-    assert loader.dataset is raw.dataset and loader.batch_size == 4 and loader.wrapped is raw
-    loader.worker_init_fn = print
-    assert raw.worker_init_fn is print
-    assert not hasattr(loader, "state_dict")
-    assert wrap_loader(loader) is loader
-    with pytest.raises(TypeError):
-        len(wrap_loader(number for number in range(3)))
-
-
 class Stateful:
     """The protocol of resumable loaders: ``state_dict`` and ``load_state_dict``."""
 
@@ -178,16 +157,6 @@ def test_stateful_loader_resumed_from_a_checkpoint() -> None:
 def test_order_that_depends_on_time_is_refused() -> None:
     with pytest.raises(Unsupported, match="in_order=True"):
         wrap_loader(DataLoader(Augmented(), num_workers=1, in_order=False))
-
-
-def test_state_of_an_ordinary_loader_is_small() -> None:
-    loader = wrap_loader(DataLoader(d := Pure(200), batch_size=2, sampler=DistributedSampler(d, 2, 0)), ahead=0)
-    iterator = iter(loader)
-    next(iterator)
-    early = len(pickle.dumps(loader.state()))
-    for _ in range(40):
-        next(iterator)
-    assert len(pickle.dumps(loader.state())) <= early + 8 < 20_000
 
 
 def test_a_copy_of_a_peer_continues_in_its_own_part_of_the_data() -> None:

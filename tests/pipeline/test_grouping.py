@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -89,15 +88,6 @@ def test_exact_against_brute_force(profile: ChainProfile, budget: int) -> None:
         assert costs(plan) == min((one for one in every if one[0] <= storage), key=lambda one: one[::-1])
 
 
-@settings(max_examples=30, deadline=None)
-@given(profiles())
-def test_the_curve_is_monotone(profile: ChainProfile) -> None:
-    curve = trade_off(profile)
-    for less, more in zip(curve, curve[1:], strict=False):
-        assert less.storage_bytes < more.storage_bytes and less.replay_s > more.replay_s
-    assert curve[0].storage_bytes == 0 and curve[-1] == plan_groups(profile, Budget())
-
-
 # -- what is published ------------------------------------------------------------------------------------
 
 
@@ -151,36 +141,6 @@ def test_a_budget_is_kept_to_the_byte() -> None:
     assert plan_groups(profile, Budget(1000)).logged in ((0,), (1,))
 
 
-def test_a_budget_in_bytes_per_second() -> None:
-    profile = chain(1, 1, 1, step_s=0.5)
-    assert plan_groups(profile, Budget(bytes_per_s=399)).bytes_a_step == 100
-    assert plan_groups(profile, Budget(bytes_per_s=400)).bytes_a_step == 200
-    assert plan_groups(profile, Budget(1000, 400)).bytes_a_step == 100, "both hold"
-    with pytest.raises(ConfigError, match="needs 'step_s'"):
-        plan_groups(chain(1, 1), Budget(bytes_per_s=1))
-
-
-def test_machines_that_fail_often_are_left_alone() -> None:
-    profile = ChainProfile((ChainMachine(1, 5), ChainMachine(1), ChainMachine(1)), (100, 100), 10)
-    assert plan_groups(profile, Budget(1000)).groups == ((0,), (1, 2))
-
-
-def test_a_slow_link_is_better_logged() -> None:
-    profile = chain(1, 1, 1, boundary_bytes=(100, 50), link_bytes_per_s=50.0)
-    assert evaluate(profile, [[0, 1], [2]]).slowest_replay_s == 4
-    assert plan_groups(profile, Budget(1000)).groups == ((0,), (1, 2))
-
-
-def test_long_chains_with_boundaries_that_differ() -> None:
-    generator = random.Random(5)
-    machines = tuple(ChainMachine(generator.uniform(1, 2), stages=4) for _ in range(24))
-    profile = ChainProfile(machines, tuple(generator.randrange(10**9) for _ in range(23)), 100, 32, 1e9)
-    plans = trade_off(profile)
-    assert len(plans) > 50
-    for plan in plans[:: len(plans) // 10]:
-        assert plan_groups(profile, Budget(plan.storage_bytes)) == plan
-
-
 def test_what_may_drift() -> None:
     planned = chain(1.0, 2.0, 0.03, boundary_bytes=(100, 300), step_s=4.0, link_bytes_per_s=1e3)
     assert not drifted(planned, planned, 0.0)
@@ -215,12 +175,6 @@ GOOD: dict[str, Any] = {
     "boundary_bytes": [8e8],
     "steps_between_checkpoints": 100,
 }
-
-
-def test_a_profile_from_plain_data() -> None:
-    profile = ChainProfile.from_dict(GOOD)
-    assert profile == ChainProfile((ChainMachine(1.0), ChainMachine(2, 0.5, 2)), (800_000_000,), 100)
-    assert isinstance(profile.boundary_bytes[0], int)
 
 
 @pytest.mark.parametrize(

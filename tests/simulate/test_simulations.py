@@ -82,6 +82,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(one["failures"] > 50 and 0 < one["useful"] < 1 and one["seconds"] == 720_000 for one in found)
 
 
+def test_the_policy_command(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = "lab policy --hours 2 --step-s 5 --lives 200 --policies value young fixed".split()
+    assert main(quick) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[5].startswith("value follows Young's rule (")
+    assert lines[2].split()[2:] == lines[3].split()[2:], "without early ends and a price value is Young's rule"
+    assert main([*quick, "--simulate", "--end-h", "1", "--abrupt", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("utility lost %")
+
+
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "design" / "simulator.md").read_text()
     assert main(["lab", "simulate"]) == 0
