@@ -19,12 +19,10 @@ from harness import Jobs, few
 from html_tree import Node
 
 from shared_core.cli import swiftctl
-from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
 from shared_core.faults import Fault
 from shared_core.report.history import History, history_of
 from shared_core.report.lives import Doing, LifeSpan
-from shared_core.report.metrics import read_curve, thinned
 from shared_core.report.page import to_page
 from shared_core.report.parts import PartKind
 from shared_core.report.saved import savings
@@ -170,21 +168,6 @@ def test_what_was_saved() -> None:
     assert unknown.each[0].steps == 20 and unknown.saved_s is None
 
 
-def test_an_outage_of_two_failures_is_one() -> None:
-    first = [event for event in one_failure(10) if event.kind not in ("recovered", "resumed", "replacement_ready")]
-    second = [
-        at(10.3, "failed", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, boundaries=4),
-        at(10.3, "generation", generation=2, failed=[1]),
-        at(11, "recovered", 0, 2, stall_s=0.7),
-        at(11.1, "resumed", 0, 2, stall_s=0.8),
-    ]
-    found = history_of([start(), began(), *first, *second, at(20, "end")])
-    abandoned, completed = found.answers
-    assert abandoned.recovery.superseded_by == 2 and abandoned.at + abandoned.parts[-1].end <= completed.at
-    (one,) = savings(found).each
-    assert (one.failed, one.took_s) == ((1, 2), pytest.approx(1.1))
-
-
 HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' &lt; \x1b[2J \ud800 \x00"
 
 
@@ -302,21 +285,3 @@ def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path, capsys
         assert [node.text for node in page.all("text", "label")].count("restart") == 1
         assert len(list(page.all("path", "turn"))) == 1 and row["answer"] == "restart"
         assert "Against a restart" not in titles
-
-
-def test_curves(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    path.write_text("epoch,step,val_acc,train_loss\n0,2,,1.5\n0,1,0.5,\n0,1,,2.5\n0,3,,nan\n0,4,")
-    assert read_curve(path) == ("train_loss", [(1.0, 2.5), (2.0, 1.5)])
-    assert read_curve(path, "val_acc") == ("val_acc", [(1.0, 0.5)])
-    path.write_text('{"step": 1, "loss": 3}\nnoise\n{"step": 1, "loss": 2}\n{"step": 2}\n{"step": 3, "lo')
-    assert read_curve(path) == ("loss", [(1.0, 2.0)])
-    with pytest.raises(ConfigError, match="no values of --metric other; it has: loss"):
-        read_curve(path, "other")
-    for content, wrong in (("a,b\n1,2\n", "no column of steps"), ("step,b\n1,2\n", "no metric with loss")):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=wrong):
-            read_curve(path)
-    long = [(float(step), float(step % 7)) for step in range(10_000)]
-    few = thinned(long)
-    assert len(few) <= 802 and few == sorted(few) and {y for _, y in few} == {0.0, 6.0}

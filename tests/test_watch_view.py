@@ -102,23 +102,6 @@ def test_what_only_the_machine_shows() -> None:
     assert (killed.state, phases(killed), killed.over) == ("gone", ["gone"] * 3, True)
 
 
-def test_all_start_again_and_another_number() -> None:
-    again = [*FAILURE, at(8.0, "failed", 2, 1, cause="no progress for 9 s"), at(8.1, "restart", -1, 1, reason="why")]
-    view = view_of(again, live(8.2))
-    assert (view.state, view.restarts, view.generation, view.stalled_s) == ("recovering", 1, 0, pytest.approx(0.2))
-    again += [at(8.5, "start", **START), at(9.0, "resumed", 0, stall_s=1.0)]
-    view = view_of(again, live(9.5))
-    assert (view.state, view.stall_s, view.recoveries) == ("running", pytest.approx(1.6), {"replace": 1, "restart": 1})
-    assert [one.failures for one in view.workers] == [0, 1, 1] and view.failures_by_kind == {
-        "SIGKILL": 1,
-        "no progress": 1,
-    }
-    assert [one.rank for one in view.spans if one.what == "restart"] == [0, 1]
-    fewer = [*again, at(10.0, "resize", before=3, workers=2), at(10.2, "start", **START | {"world_size": 2})]
-    view = view_of(fewer, live(11.0))
-    assert (view.resizes, view.world_size) == (1, 2)
-
-
 def test_a_stall_of_those_that_continue_without() -> None:
     """Their survivor groups have no generation."""
     rerouted = [

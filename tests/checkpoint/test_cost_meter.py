@@ -29,20 +29,6 @@ def test_stall_and_slowdown_are_found_again() -> None:
     assert meter.cost.seconds == meter.cost.stall_s + meter.cost.slowdown_s
 
 
-def test_outliers_do_not_count() -> None:
-    """A validation epoch falls into one write, slow steps happen outside; writes cost nothing else."""
-    meter, draw = CostMeter(), random.Random(4)
-    for save in range(5):
-        trained(meter, 30, 0.1, draw)
-        meter.step(30.0)
-        meter.begun(save, 0.05)
-        trained(meter, 10, 0.1, draw)
-        if save == 2:
-            meter.step(60.0)
-        meter.durable(save, 1.0)
-    assert meter.cost is not None and meter.cost.slowdown_s < 0.1
-
-
 def test_what_is_not_known_yet() -> None:
     meter = CostMeter()
     assert meter.cost is None and meter.step_s == 0.0

@@ -87,20 +87,6 @@ def test_a_new_piece_begins_when_the_driver_says_so() -> None:
     assert fitter.fit().curve == curve, "losses of an earlier piece are left out"
 
 
-def test_drift_begins_a_new_piece_and_noise_does_not() -> None:
-    true = Curve(1.0, 4.0, 0.5)
-    calm = noisy(true, 6000, 9)
-    fitter = CurveFitter()
-    for first in range(0, 6000, 500):
-        fed(calm[first : first + 500], first + 1, fitter)
-        fitter.fit()
-    assert fitter.restarts == []
-    fed(noisy(true, 7000, 10)[6000:] - 0.4, 6001, fitter)
-    fitter.fit()
-    assert len(fitter.restarts) == 1 and 5950 <= fitter.restarts[0][0] <= 6150
-    assert fitter.restarts[0][1] == "the loss has left the fitted curve"
-
-
 def test_without_numpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

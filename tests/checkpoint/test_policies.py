@@ -27,7 +27,6 @@ from shared_core.checkpoint.policy import (
     Young,
     grown,
     make_policy,
-    price_of_delay,
 )
 from shared_core.checkpoint.policy.intervals import daly, exact, young
 from shared_core.checkpoint.policy.progress import corrected_step, literal_step
@@ -141,20 +140,6 @@ def test_a_falling_exponential_with_abrupt_ends_is_spaced_evenly(abrupt: float) 
             ending=RunEnding.constant(ends, abrupt),
         )
         assert found == pytest.approx(wanted, rel=0.01)
-
-
-def test_the_price_of_delay_is_the_expected_slope_at_the_end() -> None:
-    """``mu a / (mu + a) e^(-a t)`` for an exponential without a planned end; at the planned end the slope there."""
-    rate, ends = 3e-3, 1e-3
-    now = Situation(50_000, 500.0, 0, 0.0, 0.01, 1e-4, Cost(1.0))
-    wanted = rate * ends / (rate + ends) * math.exp(-rate * 500)
-    assert price_of_delay(Falling(rate), RunEnding.constant(ends, 1.0), now) == pytest.approx(wanted, rel=0.01)
-    late = replace(now, horizon_s=900.0)
-    wanted = rate * math.exp(-rate * 900)
-    assert price_of_delay(Falling(rate), RunEnding.constant(0.0, 1.0), late) == pytest.approx(wanted, rel=1e-6)
-    assert price_of_delay(Falling(rate), RunEnding.constant(ends, 1.0), replace(now, horizon_s=400.0)) == pytest.approx(
-        rate * math.exp(-rate * 500), rel=1e-6
-    )
 
 
 def test_risk_is_kept_when_the_hazard_changes() -> None:

@@ -251,29 +251,6 @@ def test_an_attempt_that_another_has_followed_is_not_waited_for(tmp_path: Path, 
     check(newest(where), 20)
 
 
-def test_what_is_not_waited_for_any_more_is_committed_by_a_slower_machine(tmp_path: Path, where: Path) -> None:
-    spools = [Spool(tmp_path / name) for name in "ab"]
-    again = [Spool(each.folder, 1) for each in spools]
-    with (
-        writing(spools[0]) as first,
-        writing(spools[1], faults=[Fault(0, 10, "checkpoint.file", "SIGSTOP", 2)]) as slow,
-    ):
-        for rank, spool in enumerate(spools):
-            snapshot(spool, 10, where, ranks=[rank])
-        until(lambda: _state(slow.pid) == "T", "the second writer to stop")
-        until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
-        snapshot(again[0], 20, where, ranks=[0])
-        until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
-        assert newest(where) is None
-        os.kill(slow.pid, signal.SIGCONT)
-        assert spools[1].wait_committed(10, 20.0)
-        check(newest(where), 10)
-        snapshot(again[1], 20, where, ranks=[1])
-        assert all(spool.wait_committed(20, 20.0) for spool in again)
-        assert finish(first) == (0, []) and finish(slow) == (0, [])
-    check(newest(where), 20)
-
-
 @pytest.mark.parametrize(("short", "begun"), [(1, False), (1, True)])
 def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
     short: int, begun: bool, tmp_path: Path, where: Path

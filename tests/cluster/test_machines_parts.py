@@ -12,17 +12,15 @@ import pytest
 from shared_core.errors import ConfigError
 from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import Ledger
-from shared_core.launcher.mirror import MirrorServer, fetch
+from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, survivor_group_key
 from shared_core.protocol.mirroring import keeper
 from shared_core.protocol.resizing import reassign
 from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.worker_env import Resized
-from shared_core.system.secret import leave
 from shared_core.system.wire import place_of
 from shared_core.transport.store import MemoryStore
-from shared_core.worker.mirror import Mirror
 
 KEY = b"k" * 32
 
@@ -126,24 +124,6 @@ def test_an_entry_comes_back_as_it_was() -> None:
     assert full.divergent(1) and not full.divergent(2) and full.failed == (1, 2)
 
 
-def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said, and the machine that looks continues looking."""
-    store = MemoryStore()
-    connect = lambda: store  # noqa: E731
-    changed = threading.Event()
-    store.set("machines/beat/two", "text")
-    store.set("machines/member/1", "two")
-    store.add("machines/count", 1)
-    one = Lease(connect, "one", 0.6, changed.set, lambda _: None)
-    try:
-        while "two" not in one.failed:
-            assert changed.wait(5.0)
-            changed.clear()
-    finally:
-        one.close()
-    assert capsys.readouterr().err.count("the lease of machine two holds b'text', which is not a number") == 1
-
-
 def test_who_is_absent() -> None:
     """Nobody is until all workers use survivor groups; then whoever fails, until it is said first that replacements are
     in.
@@ -176,32 +156,6 @@ def server(tmp_path: Path) -> Iterator[MirrorServer]:
     running = MirrorServer(tmp_path / "mirror", key=KEY)
     yield running
     running.close()
-
-
-def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> None:
-    here = f"127.0.0.1:{server.port}#1"
-    machines = ("127.0.0.1:1#0", here)
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "boundary.3").write_bytes(b"three")
-    (own / "records").write_bytes(b"r")
-    (own / "checks").write_bytes(b"not copied")
-    mirror = Mirror(2, 0, 0, own, KEY)
-    mirror.follow(machines)
-    mirror.write("boundary.4", [b"four" * 25_000, b"four" * 25_000])
-    mirror.append("records", b"s")
-    mirror.remove("boundary.3")
-    mirror.sync()
-    (tmp_path / "job").mkdir()
-    leave(tmp_path / "job", KEY)
-    got = fetch(machines[1:], [2, 3], 0, tmp_path / "job")
-    assert got == {2: 200_002, 3: 0}
-    files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
-    assert files == {"boundary.4": b"four" * 50_000, "records": b"rs"}
-    mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing continues without
-    mirror.write("boundary.5", ())
-    mirror.sync()
-    assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
 
 
 def test_the_next_place_keeps_the_copies() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
-from shared_core.protocol import progress_file, worker_env
+from shared_core.protocol import worker_env
 from shared_core.system.jobdir import AGENT
 from shared_core.worker import link
 
@@ -35,21 +35,6 @@ def test_env_is_parsed(tmp_path: Path) -> None:
     assert not worker_env.launched({})
     with pytest.raises(ConfigError, match="not started by swiftrun"):
         worker_env.env({})
-
-
-def test_progress_is_read_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "rank0" / "progress"
-    assert progress_file.read_progress(path) is None
-    progress = progress_file.ProgressFile(path)
-    assert progress_file.read_progress(path) is None
-    assert path.stat().st_size == progress_file.PROGRESS_BYTES
-    progress.boundary(4)
-    first = progress_file.read_progress(path)
-    progress.waiting(True)
-    second = progress_file.read_progress(path)
-    assert first is not None and second is not None
-    assert (first[:2], second[:2]) == ((4, False), (4, True))
-    assert second[2] >= first[2]
 
 
 def test_a_missing_agent_is_named(tmp_path: Path) -> None:

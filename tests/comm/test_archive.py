@@ -21,7 +21,7 @@ from archives import WAIT_S, A, B, C, Gated, _place, bits, channels, files, flip
 
 from shared_core.errors import CorruptFile, WaitTimeout
 from shared_core.worker.messages import segments
-from shared_core.worker.messages.archive import Archive, Key
+from shared_core.worker.messages.archive import Archive
 
 # -- round trip ------------------------------------------------------------------------------------
 
@@ -72,23 +72,6 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "log", again=True)  # type: ignore[assignment]
     check()
     archive.close()
-
-
-def test_what_a_log_cannot_keep_is_refused(tmp_path: Path) -> None:
-    archive = Archive(tmp_path)
-    with pytest.raises(ValueError, match="dense tensors"):
-        archive.put(key(C, 0), [torch.eye(3).to_sparse()])
-    assert not segments._has_bytes(torch.qint8)
-    with pytest.raises(TypeError):
-        archive.put(Key(C, 0, 0, {"x": object()}), [])
-    with pytest.raises(ValueError, match="too many"):
-        archive.put(Key(C, 0, 0, {"x": "x" * segments.HEADER_LIMIT}), [])
-    archive.put(key(C, 1), [torch.ones(1)])
-    flush(archive)
-    assert archive.first(C) == 1 and archive.stats.failed is None
-    archive.close()
-    with pytest.raises(ValueError, match="holds a log: reopen it"):
-        Archive(tmp_path)
 
 
 def test_files_are_private_and_tensors_are_let_go(tmp_path: Path) -> None:
@@ -159,20 +142,6 @@ def test_first_indices_and_drops(tmp_path: Path) -> None:
     flush(again)
     assert files(tmp_path) == [] and again.stats.bytes_on_disk == 0
     again.close()
-
-
-def test_a_record_that_waits_is_not_lost_by_a_drop(tmp_path: Path) -> None:
-    archive = Gated(tmp_path)
-    put(archive, A, 0, boundary=0)
-    assert archive.asked.acquire(timeout=WAIT_S)  # the segment's header
-    archive.permits.release()
-    assert archive.asked.acquire(timeout=WAIT_S)  # record 0
-    put(archive, A, 1, boundary=5)
-    archive.drop_before(3)  # record 0 is being written
-    archive.open_gate()
-    flush(archive)
-    assert archive.indices(A) == [1] and same(archive, A, 1, boundary=5) and len(files(tmp_path)) == 1
-    archive.close()
 
 
 # -- slow disks ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from harness import Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.protocol.place import CollectivePlace, apart
-from shared_core.worker.comm.places import GroupPlaces, ProgramPlace
+from shared_core.worker.comm.places import GroupPlaces
 from tests.support.cluster import Cluster
 from tests.support.namespaces import machines, unavailable
 from tests.support.runner import compare
@@ -152,18 +151,3 @@ def test_members_that_differ_before_a_failure_may_differ_after_it(tmp_path: Path
     other.sent((0, 1, 5), 3, E0.packed())
     assert other.sent_elsewhere((0, 1, 5), 3, late.packed(), recovered=True) == (4, E0)
     assert other.sent_elsewhere((0, 1, 5), 4, late.packed(), recovered=True) is None, "it is another message"
-
-
-def test_a_thread_of_the_script_is_nowhere(tmp_path: Path) -> None:
-    program, found = ProgramPlace(), list[bytes]()
-    thread = threading.Thread(target=lambda: found.append(program.packed()))
-    thread.start()
-    thread.join()
-    assert (
-        CollectivePlace.unpacked(found[0]) is None and CollectivePlace.unpacked(program.packed()) == CollectivePlace()
-    )
-    one, two = _members(tmp_path / "places")
-    one.called(0, found[0])
-    two.called(0, E0.packed())
-    assert two.elsewhere(0, E0.packed(), recovered=True) is None
-    assert one.elsewhere(0, found[0], recovered=True) is None

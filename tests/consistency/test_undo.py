@@ -106,25 +106,6 @@ def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
     assert digest([params, optimizer_digest_data(optimizer)]) == again
 
 
-@pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_the_second_moment_survives_a_spike(path: dict[str, bool]) -> None:
-    """Inverse formulas lose v where g**2 is much larger than v; see research of Swift's kernels."""
-    p = torch.randn(1000).requires_grad_()
-    optimizer = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1, **path)
-    p.grad = torch.full_like(p, 1e-5)
-    optimizer.step()
-    optimizer.state[p]["exp_avg_sq"].fill_(1e-10)
-    undo = Undo([optimizer])
-    undo.arm()
-    p.grad = torch.full_like(p, 10.0)
-    original = bits([p], optimizer)
-    optimizer.step()
-    assert optimizer.state[p]["exp_avg_sq"].min() > 0.05
-    undo.undo()
-    assert (optimizer.state[p]["exp_avg_sq"] == torch.tensor(1e-10)).all()
-    assert bits([p], optimizer) == original
-
-
 class Killed(BaseException):
     """Ends a step at any place."""
 
@@ -213,34 +194,6 @@ def test_a_gradient_that_the_step_changes_goes_back_unless_it_was_used_up(fresh:
     undo.undo()
     assert (p == 1).all() and p not in optimizer.state
     assert (p.grad == (0.0 if fresh else 1.5)).all()
-
-
-def test_state_that_parameters_share_goes_back_to_where_it_was_first() -> None:
-    class OneCounter(torch.optim.SGD):
-        """Its parameters share a counter, as fused optimizers of other packages do."""
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p]["steps"].add_(1)
-                    p.sub_(p.grad * self.state[p]["steps"])
-
-    net = network()
-    params = list(net.parameters())
-    optimizer = OneCounter(net.parameters(), lr=0.1)
-    steps = torch.tensor(5.0)
-    for p in params:
-        optimizer.state[p]["steps"] = steps
-    undo = Undo([optimizer])
-    undo.arm()
-    fill(net, 0)
-    original = bits(params, optimizer, True)
-    for p in params:
-        step_only(optimizer, [p])
-    assert steps == 10
-    undo.undo()
-    assert steps == 5 and bits(params, optimizer, True) == original
 
 
 def test_a_closure_makes_the_gradients() -> None:

@@ -139,21 +139,6 @@ class Stateful:
         self.at = state["at"]
 
 
-def test_stateful_loader_resumed_from_a_checkpoint() -> None:
-    def start() -> tuple[Any, Any]:
-        loader = wrap_loader(Stateful())
-        loader.load_state_dict({"at": 4})
-        return loader, iter(loader)
-
-    loader, iterator = start()
-    assert loader.state_dict() == {"at": 4}
-    assert float(next(iterator)) == 5
-    state = pickle.loads(pickle.dumps(loader.state()))
-    restored, again = start()
-    restored.restore(state)
-    assert [float(x) for x in again] == [float(x) for x in iterator] == [6, 7, 8, 9, 10]
-
-
 def test_order_that_depends_on_time_is_refused() -> None:
     with pytest.raises(Unsupported, match="in_order=True"):
         wrap_loader(DataLoader(Augmented(), num_workers=1, in_order=False))

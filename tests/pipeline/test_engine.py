@@ -42,33 +42,9 @@ def test_a_plain_pipeline(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_a_stopped_stage(jobs: Jobs) -> None:
-    run(jobs, [Fault(3, 4, "pipe.backward", "SIGSTOP", nth=2)], FULL)
-
-
-@pytest.mark.nightly
 def test_replicas_of_different_stages_at_once(jobs: Jobs) -> None:
     faults = [Fault(0, 4, "pipe.recv_grad", "SIGKILL", nth=2), Fault(3, 4, "pipe.backward", "SIGKILL", nth=2)]
     assert resolutions(run(jobs, faults, FULL)) == {"replica"}
-
-
-@pytest.mark.nightly
-def test_one_after_the_other(jobs: Jobs) -> None:
-    faults = [
-        Fault(2, 2, "pipe.forward", "SIGKILL", nth=2),
-        Fault(3, 4, "pipe.backward", "SIGKILL"),
-        Fault(2, 7, "pipe.reduce", "SIGKILL", incarnation=1),
-    ]
-    run(jobs, faults, FULL)
-
-
-@pytest.mark.nightly
-def test_the_replacement_fails_too(jobs: Jobs) -> None:
-    faults = [
-        Fault(2, 4, "pipe.backward", "SIGKILL", nth=3),
-        Fault(2, 4, "pipe.forward", "SIGKILL", incarnation=1),
-    ]
-    run(jobs, faults, FULL)
 
 
 def both_of_a_stage(stage: str, step: int) -> list[Fault]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import logging_tradeoff
 from shared_core.cli import swiftctl
 
 ROOT = Path(__file__).parents[2]
@@ -58,20 +56,3 @@ def test_a_profile_that_cannot_be_read(
     assert swiftctl.main(["lab", "plan-logging", str(path)]) == 1
     err = capsys.readouterr().err
     assert f"cannot read {path}" in err and message in err and "docs/design/plan_logging.md" in err
-
-
-def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.json"
-    assert logging_tradeoff.main(["--quick", "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "ViT-128, 800 GB, Swift's cost: Swift ran the greedy's" in out
-    assert "the compute times of its machines are not published" in out
-    rows = {(row["case"], row["metric"]): row for row in json.loads(path.read_text())}
-    case = "ViT-128, 600 GB, Swift's cost"
-    exact = rows[case, "replay of a step, exact plan (target: greedy)"]
-    assert exact["value"] == pytest.approx(4.02, abs=0.005) and exact["holds"] is True
-    assert rows[case, "replay of a step, Swift's greedy"]["value"] == pytest.approx(5.02, abs=0.005)
-    # With equal stages: 135/255 of 50 steps of 3.32 s where everything is logged.
-    bound = rows["BERT-128, 500 GB, equal stages", "replay of 50 steps, exact plan"]["value"]
-    assert bound == pytest.approx(135 / 255 * rows["BERT-128", "50 normal steps"]["value"])
-    assert rows["BERT-128, 500 GB, equal stages", "recovery that Swift measured"]["value"] == 76.5

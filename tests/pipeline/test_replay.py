@@ -35,13 +35,6 @@ def test_a_failed_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> No
 
 
 @pytest.mark.nightly
-def test_two_stages(jobs: Jobs, tmp_path: Path) -> None:
-    fault = Fault(1, 5, "pipe.backward", "SIGKILL", nth=2)
-    result = run(jobs, [fault], ("--steps", "7", "--evaluate"), nproc=2, env=logging(tmp_path))
-    assert starts(result) == [(1, 3)]
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", ["0 3", "0 1 2"])
 def test_several_stages_at_once(jobs: Jobs, tmp_path: Path, ranks: str) -> None:
     failed = [int(rank) for rank in ranks.split()]
@@ -93,11 +86,6 @@ def test_a_replacement_that_is_slow_to_receive(jobs: Jobs) -> None:
     """Its neighbours' connections were made with a short time-out, which must not hold for what they stream."""
     result = run(jobs, [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2)], BASE, extra=["--slow", "1.5"])
     assert starts(result) == [(1, 0)]
-
-
-@pytest.mark.nightly
-def test_a_stopped_stage(jobs: Jobs, tmp_path: Path) -> None:
-    run(jobs, [Fault(2, 5, "pipe.forward", "SIGSTOP", nth=3)], BASE, env=logging(tmp_path))
 
 
 @pytest.mark.nightly

@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core.errors import RecoveryFailed
 from shared_core.worker.comm.op import input_checksum
-from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
+from shared_core.worker.state.bucket_inputs import BucketInput
 
 WORLD = 3
 
@@ -77,21 +77,3 @@ def test_what_cannot_be_relied_on_does_not_match() -> None:
     assert not BucketInput(chosen, 1.0).matches(bucket), "the gradient lies in the bucket"
     assert not BucketInput(parameters(torch.randn(4), torch.randn(4).double()), 1.0).fits(torch.randn(8))
     assert not BucketInput([nn.Parameter(torch.randn(1, 4).expand(3, 4))], 1.0).fits(torch.randn(12))
-
-
-def test_another_module_agrees_while_a_backward_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, first, other, inputs = nn.Linear(4, 3), wrapped(nn.Linear(1, 1)), wrapped(nn.Linear(2, 2)), BucketInputs()
-    ddp, matches = wrapped(net), BucketInput.matches
-    for each in (first, ddp):
-        inputs.agreed(each, [1, 0], [2])
-    inputs.forward(ddp)
-    for parameter in net.parameters():
-        parameter.grad = torch.randn_like(parameter)
-
-    def meanwhile(source: BucketInput, bucket: torch.Tensor) -> bool:
-        inputs.agreed(other, [1, 0], [2])  # as on the group's thread
-        return matches(source, bucket)
-
-    monkeypatch.setattr(BucketInput, "matches", meanwhile)
-    found = inputs.of(torch.cat([net.bias.grad, net.weight.grad.view(-1)]))  # type: ignore[list-item, union-attr]
-    assert found is inputs.layout(ddp)[0]

@@ -83,23 +83,6 @@ def test_pipelines_are_renamed() -> None:
     assert rename(back, names) == first
 
 
-def test_a_store_plans_by_the_times_of_each_worker(tmp_path: Path) -> None:
-    slow = StageTimes(3, 3, 3)
-    settings = Settings(TOPOLOGY, Times(own=((PlannedWorker(0, 2), slow),)))
-    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    store = PlanStore(tmp_path, settings)
-    assert store.fill(1) == 9 and store.folder != PlanStore(tmp_path, Settings(TOPOLOGY)).folder
-    for worker in TOPOLOGY.workers():
-        found = PlanStore(tmp_path, settings).look_up([worker])
-        assert found is not None and found.failed == (worker,)
-        assert simulate(found.schedule, settings.times, staggered=True).period == pytest.approx(found.period)
-        if worker.stage == 2 and worker.pipeline:
-            assert PlannedWorker(0, 2) not in found.route.values(), "the slow one gets none of the failed worker's"
-    blind = plan(TOPOLOGY, places((1, 2)))
-    found = store.look_up(places((1, 2)))
-    assert found is not None and found.period < simulate(blind.schedule, settings.times, staggered=True).period
-
-
 def test_plans_are_stored(tmp_path: Path) -> None:
     times = Times((StageTimes(1, 1, 1, 3),), 0.25, data_apart=True)
     settings = Settings(TOPOLOGY, times, Variant.DECOUPLED)

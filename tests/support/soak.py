@@ -56,18 +56,18 @@ _WORDS = {
 }
 
 
-def _job(model: str, how: str) -> tuple[Path, list[str]]:
+def _job(model: str, how: str, world: int) -> tuple[Path, list[str]]:
     """Script of a model and its arguments."""
     if model == "plain":
         return SCRIPTS / "plain_ddp.py", ["--norm", "--steps", str(STEPS)]
     if model in OUTSIDE:
         return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
-        return JOBS / "accelerate_job.py", []
+        return SCRIPTS / "acc.py", ["--samples", str(56 * world), "--small-buckets"]
     if model in ZERO:
         return SCRIPTS / "zero.py", ["--stage", str(ZERO[model]), "--epochs", "3", "--evaluate"]
     if model in SHARDED:
-        return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
+        return SCRIPTS / "sharded.py", ["--replicas", str(SHARDED[model]), "--epochs", "3", "--evaluate"]
     if model in PIPELINES:
         rerouted = ["--rerouted", *_WORDS.get(model, ())] if model in REROUTED else []
         return JOBS / "pipeline_job.py", ["--stages", str(PIPELINES[model]), *rerouted]
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _reference(model: str, args: argparse.Namespace, folder: Path, plain: PlainLauncher) -> JobResult:
-    script, words = _job(model, "strategy")
+    script, words = _job(model, "strategy", args.world)
     # gloo adds three addends in an order of its own, and takes no tensors of most devices
     stock = REROUTED.get(model, 4) == 4 and args.device == "cpu"
     result = run_job(
@@ -231,7 +231,7 @@ def _reference(model: str, args: argparse.Namespace, folder: Path, plain: PlainL
 def _execute(
     run: Run, args: argparse.Namespace, folder: Path, reference: JobResult, warm: WarmLauncher | None
 ) -> tuple[str, str, JobResult]:
-    script, words = _job(run.model, args.how)
+    script, words = _job(run.model, args.how, args.world)
     words += ["--copies", run.copies] if run.copies else []
     out = ((args.keep or folder) / f"run-{run.number:04d}").resolve()
     env = environment(args.device)

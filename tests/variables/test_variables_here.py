@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
-import importlib
 import itertools
 import random
 import sys
-import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,9 +24,8 @@ from shared_core.errors import CorruptFile, RecoveryFailed
 from shared_core.pipeline.compat import OF_MODULES
 from shared_core.worker.variables import data_sets, writer
 from shared_core.worker.variables.liveness import live
-from shared_core.worker.variables.scopes import OWN_MODULES, import_again
+from shared_core.worker.variables.scopes import import_again
 from shared_core.worker.variables.variables import Origin, Variables
-from shared_core.worker.variables.writer import ValueWriter
 
 #: At this step the second run begins, with what the first one held there.
 AT, END = 4, 8
@@ -103,23 +100,6 @@ def test_all_may_be_read_where_they_are_named_in_a_text() -> None:
         return alive
 
     assert script() is None
-
-
-def test_two_names_of_one_object_that_became_two() -> None:
-    def script(again: bool) -> Any:
-        first = torch.zeros(2)
-        now, rows, kept = first, [[1]], []
-        best = rows
-        for step in steps(again):
-            now = now + step
-            if step == 1:
-                rows = [[2]]
-            rows.append([step])
-            kept.append(rows)
-        return first.tolist(), now.tolist(), best, rows, all(each is rows for each in kept[1:])
-
-    first, second, refused = both(script)
-    assert first == second and not refused
 
 
 def test_a_result_can_be_read_but_not_differentiated() -> None:
@@ -212,30 +192,6 @@ def test_of_larger_arrays_parts_are_looked_at_in_turn_and_that_is_said(capsys: p
     assert "'kept'" not in told
 
 
-class Buffer:
-    def __init__(self) -> None:
-        self.rows, self.first = list(range(1_000_000)), 0
-
-
-def test_an_object_that_holds_too_much_is_compared_in_what_it_holds() -> None:
-    def script(again: bool) -> Any:
-        buffer = Buffer()
-        for step in steps(again):
-            buffer.rows.append(step)
-        return len(buffer.rows)
-
-    _, _, refused = both(script)
-    assert "`buffer` (test_variables_here.py:" in refused, refused
-
-
-@pytest.mark.parametrize("place", [0, 2_500, 4_500])
-def test_long_lists_are_looked_at_in_turn(place: int) -> None:
-    writer, items = ValueWriter(lambda _: False), list(range(5_000))
-    assert all(writer.same_list(items) for _ in range(10))
-    items[place] = -1
-    assert not all(writer.same_list(items) for _ in range(5))
-
-
 def test_what_cannot_be_written_is_told_and_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     def script(again: bool) -> Any:
         deep: list[Any] = []
@@ -261,29 +217,6 @@ def test_only_modules_of_the_script_are_imported_again(tmp_path: Path, monkeypat
     assert "beside_it" in sys.modules and library not in sys.modules and random.getstate() == before
     assert not import_again(["beside_it"])
     del sys.modules["beside_it"]
-
-
-def test_modules_of_the_script_come_go_and_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("first_own", "second_own"):
-        (tmp_path / f"{name}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def own() -> list[tuple[str, types.ModuleType]]:
-        return [each for each in OWN_MODULES.look() if each[0].endswith("_own")]
-
-    assert own() == [] and OWN_MODULES.look() is OWN_MODULES.look()
-    first = importlib.import_module("first_own")
-    assert own() == [("first_own", first)]
-    del sys.modules["first_own"]
-    second = importlib.import_module("second_own")  # as many as before
-    assert own() == [("second_own", second)]
-    again = importlib.import_module("first_own")
-    assert again is not first and own() == [("second_own", second), ("first_own", again)]
-    for each in range(OWN_MODULES._NEWEST + 1):  # more than are looked through
-        monkeypatch.setitem(sys.modules, f"library_{each}", types.ModuleType(f"library_{each}"))
-    assert own() == [("second_own", second), ("first_own", again)]
-    del sys.modules["second_own"], sys.modules["first_own"]
-    assert own() == []
 
 
 class Named(nn.Linear):
@@ -479,23 +412,6 @@ def test_a_set_keeps_the_order_that_its_history_gave_it_or_is_refused(adds: bool
     assert "`pool` (" in refused and "whose order depends" in refused if adds else first == second and not refused
 
 
-def test_what_a_framework_tells_of_late_is_put_back_then() -> None:
-    def script(again: bool) -> Any:
-        variables, watcher = Variables(0), Watcher()
-        variables.ignore("again")
-        rows = watcher.rows
-        if not again:
-            variables.tell("callback", watcher)
-        for step in steps(again, variables=variables):
-            if again and step == AT:
-                variables.tell("callback", watcher)
-            watcher.seen += 1
-            watcher.rows.append(step)
-        return watcher.seen, rows
-
-    assert both(script) == ((END, [*range(END)]), (END, [*range(END)]), "")
-
-
 @pytest.mark.parametrize("changes", [True, False])
 def test_what_a_framework_never_tells_of_again_is_named_if_it_has_changed(changes: bool) -> None:
     def script(again: bool) -> Any:
@@ -515,20 +431,6 @@ def test_what_a_framework_never_tells_of_again_is_named_if_it_has_changed(change
 
     _, said, refused = both(script)
     assert refused == "" and ("the attributes of `callback` have changed" in said) is changes
-
-
-@pytest.mark.parametrize("known", [0, 1, 2])
-def test_iterators_that_a_framework_draws_from_do_not_count(known: int) -> None:
-    def script(again: bool) -> Any:
-        variables = Variables(0)
-        training, evaluation = (each for each in range(99)), (each for each in range(99))
-        for each in (training, evaluation)[:known]:
-            variables.reads(each)
-        for _ in steps(again, variables=variables):
-            next(training), next(evaluation)
-
-    refused = both(script)[2]
-    assert refused.partition("`")[2].partition("`")[0] == ("training", "evaluation", "")[known], refused
 
 
 def test_what_reading_changes_is_no_change_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
