@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import selectors
 from pathlib import Path
 
 import pytest
 
-from shared_core.errors import OutOfResources
 from shared_core.events import EventLog, read_events
-from shared_core.launcher.standby import Preload, Standby
-from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries
 
 
@@ -62,28 +57,6 @@ def test_one_line_until_it_works_again_and_longer_and_longer_waits() -> None:
     retries.worked()
     retries.refused("no process can be started", refusal(errno.ENOMEM))
     assert len(said) == 2 and "free memory" in said[1]
-
-
-@pytest.mark.parametrize("standbys", [0, 1])
-def test_a_process_that_cannot_be_started_is_tried_again_until_the_wait_ends(
-    monkeypatch: pytest.MonkeyPatch, standbys: int
-) -> None:
-    def refuse(*_: object, **__: object) -> int:
-        raise refusal(errno.EAGAIN)
-
-    monkeypatch.setattr(Standby, "spawn", staticmethod(refuse))
-    monkeypatch.setattr("shared_core.launcher.workers.start_fresh", refuse)
-    said: list[str] = []
-    with selectors.DefaultSelector() as selector:
-        worker_pool = WorkerPool(selector, standbys, {}, Preload(()), said.append, wait_timeout_s=0.5)
-        worker_pool.fill_standbys()
-        request = StartRequest(1, "script", "x.py", (), {"RANK": "0"}, os.getpid(), "", "", 0)
-        worker_pool.start(LiveWorker(0, 0, 0, request))
-        with pytest.raises(OutOfResources, match=r"no process could be started \(Resource temp.*ulimit -u"):
-            while True:
-                assert worker_pool.started() == [] and worker_pool.starting
-                worker_pool.look_after_standbys()
-    assert len([line for line in said if "can be started" in line]) == 1
 
 
 def boundary(index: int) -> StepBoundary:

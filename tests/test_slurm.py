@@ -184,18 +184,6 @@ def test_scancel_ends_all_processes(option: str, cluster: Slurm, tmp_path: Path)
 
 
 @pytest.mark.nightly
-def test_srun_tasks_of_plain_pytorch_are_told(cluster: Slurm, tmp_path: Path) -> None:
-    script = plain(
-        4, start=f'"file://{tmp_path}/meet", rank=int(__import__("os").environ["SLURM_PROCID"]), world_size=2'
-    )
-    code, out, err = finish(cluster, start(cluster, tmp_path, script, "srun", "-n2", sys.executable, "train.py"))
-    assert code == 0, err
-    assert ranks(out) == BOTH, err
-    assert err.count("survivors cannot be kept alive") == 1, err
-    assert "trains alone" not in err
-
-
-@pytest.mark.nightly
 def test_the_batch_script_of_the_docs(cluster: Slurm, tmp_path: Path) -> None:
     found = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.S)
     assert found is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from shared_core.protocol.progress_file import Pace, ProgressFile, read_pace
 from shared_core.system.card import Card, is_held, jobs_here
 from shared_core.system.jobdir import JobDir
 from shared_core.watch.follower import Follower
-from shared_core.watch.text import format_view
 from shared_core.watch.view import JobView, Live, view_of
 
 BEGUN = 1000.0
@@ -72,25 +70,6 @@ def test_a_failure_step_by_step(many: int, now: float, state: str, expected: str
     assert (view.state, phases(view)) == (state, expected.split())
     assert view.present == 3 - expected.count("failed")
     assert view.stalled_s == pytest.approx(now - 5.0 if state == "recovering" else 0.0)
-
-
-def test_all_of_a_view() -> None:
-    view = view_of(FAILURE, live(9.0))
-    assert (view.run, view.name, view.script, view.host) == ("aaaa", "mine", "/home/me/train.py", "node1")
-    assert (view.step, view.steps_per_s, view.generation, view.world_size, view.log_bytes) == (50, 10.0, 1, 3, 1500)
-    assert (view.stall_s, view.failures_by_kind, view.recoveries) == (0.6, {"SIGKILL": 1}, {"replace": 1})
-    assert view.checkpoint is not None and (view.checkpoint.step, view.checkpoint.age_s) == (40, 6.0)
-    (failure,) = view.failures
-    assert (failure.rank, failure.pid, failure.replacement, failure.back_s, failure.stall_s) == (1, 101, 201, 0.5, 0.6)
-    assert [(one.rank, one.what, one.begin - BEGUN, (one.end or 0) - BEGUN) for one in view.spans] == [
-        (-1, "checkpoint", 3.0, 3.0),
-        (0, "stalled", 5.0, pytest.approx(5.6)),
-        (1, "failed", 5.0, pytest.approx(5.1)),
-        (2, "stalled", 5.0, 5.5),
-        (1, "joining", pytest.approx(5.1), 5.5),
-    ]
-    assert json.loads(json.dumps(view.to_dict()))["workers"][1]["failures"] == 1
-    assert format_view(view).startswith("train.py, run aaaa on node1: running, for 9 s\n")
 
 
 def test_what_only_the_machine_shows() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import multiprocessing
 import random
 from pathlib import Path
 
@@ -54,27 +52,6 @@ def test_damage_costs_only_the_damaged_lines(tmp_path: Path, capsys: pytest.Capt
         assert [run.name for run in found.runs] == ["run0", "run2", "run3"], damaged
         assert found.skipped == 1
         assert "1 of 4 lines cannot be read and are passed over" in capsys.readouterr().err
-
-
-def _append_many(path: Path, name: str) -> None:
-    for number in range(200):
-        append(path, Run(name, useful_s=number, group="x" * 500, time=1.0))
-
-
-def test_several_jobs_write_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    context = multiprocessing.get_context("fork")
-    jobs = [context.Process(target=_append_many, args=(path, f"job{number}")) for number in range(3)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(60)
-        assert job.exitcode == 0
-    found = read(path, now=2.0)
-    assert found.skipped == 0 and all(run.useful_s == 199 for run in found.runs) and len(found.runs) == 3
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
-    assert [sum(line["name"] == f"job{number}" for line in lines) for number in range(3)] == [200] * 3
-    assert [line["useful_s"] for line in lines if line["name"] == "job1"] == list(range(200)), "in order, none mixed"
 
 
 def test_a_wrong_end_is_refused() -> None:

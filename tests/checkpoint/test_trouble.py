@@ -121,7 +121,7 @@ def test_read_only(read_only: Path, spool: Spool) -> None:
     assert len(said) == 1 and f"{read_only} cannot be written to" in said[0]
 
 
-@pytest.mark.parametrize("nth", [2, 5, 9, 14])
+@pytest.mark.parametrize("nth", [2, 9])
 def test_removed_while_it_is_written(nth: int, spool: Spool, where: Path) -> None:
     """The user removes the whole folder between two operations: that checkpoint is written again."""
     snapshot(spool, 10, where)
@@ -189,24 +189,6 @@ def test_no_memory(spool: Spool, where: Path, monkeypatch: pytest.MonkeyPatch) -
     assert snapshots.take(3, {}, {"a.safetensors": ({"small": torch.zeros(3)}, {})}, {"run": "r"})
     snapshots.fence()
     assert spool.newest_complete() == 3
-
-
-def test_memory_file_system_is_full(small_device: Path, where: Path) -> None:
-    """It fills up while the thread copies: nothing torn is left, and the one before stays."""
-    import torch
-
-    spool, said = Spool(small_device / "checkpoints"), []
-    snapshots = Snapshots(spool, 0, 1, [0], None, said.append)
-    tensors = {"a": torch.zeros(25_000)}
-    assert snapshots.take(1, {}, {"a.safetensors": (tensors, {})}, {})
-    snapshots.fence()
-    (small_device / "filler").write_bytes(bytes(20_000))
-    spool.check_room = lambda nbytes: None  # type: ignore[method-assign]  # another program takes the room after it
-    assert snapshots.take(2, {}, {"a.safetensors": ({"a": torch.zeros(40_000)}, {})}, {})
-    snapshots.fence()
-    assert len(said) == 1 and "no room in memory for 160" in said[0]
-    assert spool.newest_complete() == 1 and spool.parts(2) == {}
-    assert not list((spool.folder / "attempt0/step-0000000002").glob(".*"))
 
 
 def test_urls(spool: Spool, where: Path) -> None:

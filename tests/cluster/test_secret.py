@@ -243,12 +243,13 @@ def open_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "given",
     [
         "flag",
-        pytest.param("none", marks=pytest.mark.nightly),
-        pytest.param("variable", marks=pytest.mark.nightly),
+        "none",
+        "variable",
     ],
 )
 def test_a_job_on_several_machines(given: str, tmp_path: Path, free_port: int, open_folder: Path) -> None:

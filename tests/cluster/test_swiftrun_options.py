@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from util import run, start_command
 
-from shared_core.cli.job_options import build_config
 from shared_core.cli.swiftrun import parse_args
 
 
@@ -41,20 +40,6 @@ def test_the_short_help_fits_and_begins_with_recovery(capsys: pytest.CaptureFixt
     assert titles == ["recovery:", "workers:", "tests:"] and len(shown["--help"].splitlines()) <= 60
     assert "--on-failure MODE" in shown["--help"] and "--rdzv-conf" not in shown["--help"]
     assert "--rdzv-conf" in shown["--help-all"] and "are killed. Default: 5." in shown["--help-all"]
-
-
-def test_options_come_from_file_environment_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "c.json").write_text('{"seed": 1, "detection.wait_timeout_s": 1, "on_failure": "restart"}')
-    monkeypatch.setenv("SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S", "2")
-    monkeypatch.setenv("PET_CHECKPOINT_DIR", str(tmp_path))
-    args = parse_args(
-        ["--swift-config", str(tmp_path / "c.json"), "--on-failure", "replace", "x.py", "--standbys", "3"]
-    )
-    config = build_config(args)
-    assert (config.seed, config.detection.wait_timeout_s, config.on_failure) == (1, 2.0, "replace")
-    assert config.checkpoint.dir == str(tmp_path)
-    assert (args.max_restarts, args.standbys, args.training_script_args) == (100, 1, ["--standbys", "3"])
-    assert parse_args(["--max-restarts", "0", "x.py"]).max_restarts == 0
 
 
 def test_options_of_the_script_are_its_own() -> None:

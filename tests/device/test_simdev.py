@@ -56,6 +56,7 @@ def test_its_generator_is_its_own() -> None:
     assert answer("generator") == {"host_stays": True, "device_stays": True, "device_moved": True, "again": True}
 
 
+@pytest.mark.nightly
 def test_it_is_late_and_fresh_memory_is_not_zero() -> None:
     assert answer("late") == {"fresh": True, "before": False, "waits": True, "after": True, "read": [6.0]}
 

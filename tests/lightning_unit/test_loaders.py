@@ -142,27 +142,3 @@ class Stateful:
 def test_order_that_depends_on_time_is_refused() -> None:
     with pytest.raises(Unsupported, match="in_order=True"):
         wrap_loader(DataLoader(Augmented(), num_workers=1, in_order=False))
-
-
-def test_a_copy_of_a_peer_continues_in_its_own_part_of_the_data() -> None:
-    """Two batches into the second epoch, as its peer is."""
-
-    def loader(rank: int) -> Any:
-        sampler = DistributedSampler(range(24), num_replicas=2, rank=rank, seed=7)
-        return DataLoader(torch.arange(24), batch_size=3, sampler=sampler)
-
-    def pass_of(wrapped: Any, epoch: int) -> Iterator[Batch]:
-        wrapped.sampler.set_epoch(epoch)
-        return iter(wrapped)
-
-    donor, expected = wrap_loader(loader(0), copied=True), list(pass_of(loader(1), 1))
-    list(pass_of(donor, 0))
-    position = pass_of(donor, 1)
-    for _ in range(2):
-        next(position)
-    state = donor.state(position)
-    replacement = wrap_loader(loader(1), copied=True, lazy=True)
-    mine = iter(replacement)
-    replacement.restore(state, mine, copied=True)
-    assert replacement.sampler.rank == 1
-    assert torch.equal(torch.stack(list(mine)), torch.stack(expected[2:]))

@@ -16,7 +16,6 @@ from shared_core.checkpoint.spool import FOLDER, Sealed, Spool
 from shared_core.config import SwiftConfig
 from shared_core.encoding.plain import dumps
 from shared_core.errors import CorruptFile
-from shared_core.launcher import last_checkpoint
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.keys import ENDING
@@ -204,13 +203,3 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, others: list[int]) -> None
     end, _ = last(tmp_path)
     assert end.waits([signal.SIGTERM])
     assert not end.waits([signal.SIGTERM, *others])
-
-
-def test_sigterm_after_an_early_signal_shortens_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end, _ = last(tmp_path)
-    now = 1000.0
-    monkeypatch.setattr(last_checkpoint.time, "monotonic", lambda: now)
-    assert end.waits([signal.SIGUSR1]) and end.deadline == 1100.0
-    assert end.waits([signal.SIGUSR1, signal.SIGTERM]) and end.deadline == pytest.approx(1008.5)
-    now = 1009.0
-    assert not end.waits([signal.SIGUSR1, signal.SIGTERM])

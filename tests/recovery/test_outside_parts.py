@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
-from shared_core.protocol.plan import decide
 from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
@@ -69,26 +67,3 @@ def test_later_a_change_through_data_is_seen_in_time() -> None:
 @pytest.fixture
 def updates() -> Updates:
     return Updates()
-
-
-def _front(
-    rank: int, replacement: bool = False, boundaries: tuple[StepBoundary, ...] = (), done: int = 5, **more: object
-) -> Frontier:
-    group = GroupFrontier("0-2", done, [done], list(range(done)), [])
-    groups = {} if replacement else {"w": group}
-    return Frontier(rank, int(replacement), replacement, 0 if replacement else 4, boundaries, groups, **more)  # type: ignore[arg-type]
-
-
-def test_a_donor_has_the_state_at_the_boundary_or_will_have_it() -> None:
-    boundary = StepBoundary(7, 4, 0, "batch", {"w": 5})
-    failed = _front(2, replacement=True, boundaries=(boundary,))
-
-    def donor(*survivors: Frontier) -> int:
-        return decide({front.rank: front for front in (*survivors, failed)}).donors[2]
-
-    ahead = _front(0, outside=True, boundary=8, kept=[8])  # the state at 7 is gone
-    assert donor(ahead, _front(1, outside=True, boundary=8, kept=[7, 8])) == 1
-    assert donor(ahead, _front(1, outside=True, boundary=6, kept=[6])) == 1, "it passes 7 by itself"
-    waiting = _front(1, outside=True, boundary=6, kept=[6], done=4)  # in a collective before 7
-    assert decide({0: ahead, 1: waiting, 2: failed}).boundaries[2] is None, "then an earlier start is chosen"
-    assert donor(_front(0), _front(1)) == 0

@@ -114,22 +114,6 @@ def _same_state(net: nn.Module, optimizer: Optimizer) -> Optimizer:
     return twin
 
 
-def test_half_precision_and_shared_parameters() -> None:
-    def build() -> tuple[nn.Module, Optimizer]:
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(torch.bfloat16)
-        net[1].weight = net[0].weight
-        return net, torch.optim.Adam(net.parameters())
-
-    donor, optimizer = build()
-    steps(donor, optimizer, range(2))
-    replicated = Replicated([donor, donor[0]], [optimizer])
-    assert len(replicated.parameters) == 3, "a shared parameter counts once"
-    net, other = build()
-    Replicated([net, net[0]], [other]).load(*moved(*replicated.export()))
-    assert training_digest(net, [other]) == training_digest(donor, [optimizer])
-
-
 def test_lbfgs_and_state_that_cannot_be_moved_are_refused() -> None:
     net = model("SGD")
     with pytest.raises(UnsupportedOptimizer, match="LBFGS evaluates its closure several times"):

@@ -13,7 +13,7 @@ from shared_core.reroute.reports import EVERY, Deliberation, Reported, Word, dec
 from shared_core.reroute.times import agree
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
-from shared_core.schedule.timing import StageTimes, Times
+from shared_core.schedule.timing import Times
 
 TOPOLOGY = Topology(3, 2, 4)
 WORKERS = TOPOLOGY.workers()
@@ -41,22 +41,6 @@ def test_only_a_drift_that_stays_is_proposed_and_only_what_all_can_plan_holds() 
     assert word is Word.NOTHING, "one has no plan yet"
     at, word = decide(at, 24, reports(16, W1_0=SLOW), USED, 2)
     assert word is Word.SWITCH and at.proposed is None
-
-
-def test_the_times_of_a_step_are_those_agreed_for_it(tmp_path: Path) -> None:
-    assert USED is not None
-    slow = Times(USED.stages, 0.1, data_apart=True, own=((PlannedWorker(1, 0), StageTimes(3, 3, 3, 3)),))
-    one, other = (Plans(TOPOLOGY, Variant.STAGGERED, False, tmp_path, 0) for _ in range(2))
-    for each in (one, other):
-        each.adopt(TimesInUse(3, USED), ROOM)
-    one.adopt(TimesInUse(9, slow, frozenset()), ROOM)
-    failed = frozenset({PlannedWorker(0, 0)})
-    assert one.plan(failed, 8) == other.plan(failed, 8) != one.plan(failed, 9)
-    assert PlannedWorker(1, 0) not in one.plan(failed, 9).route.values()
-    other.learn([other.view(), one.view()])
-    one.learn([other.view(), one.view()])
-    assert (one.since, one.times) == (other.since, other.times) == (9, slow)
-    assert one.plan(failed, 9) == other.plan(failed, 9)
 
 
 @dataclass

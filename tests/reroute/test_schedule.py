@@ -12,7 +12,7 @@ from benchmarks.lab.check import check
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.problem import Memory
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule, Topology, one_f_one_b, parse_action
-from shared_core.schedule.timing import Slot, StageTimes, Times, simulate
+from shared_core.schedule.timing import StageTimes, Times, simulate
 
 Row = list[Action]
 
@@ -129,19 +129,3 @@ def test_memory_is_counted_until_w() -> None:
         check(schedule, golden.TOPOLOGY, memory=Memory(workers={W0_2: most - 1}))
     with pytest.raises(ConfigError, match="must be able to hold at least 1 micro-batch, got 0"):
         Memory(0)
-
-
-def test_times_are_checked() -> None:
-    rows = golden.optimum("decoupled")
-
-    def moved(worker: PlannedWorker, text: str, by: float) -> dict[PlannedWorker, tuple[Slot, ...]]:
-        action = parse_action(text, worker)
-        row = [slot if slot.action != action else Slot(action, slot.start + by, slot.end + by) for slot in rows[worker]]
-        return rows | {worker: tuple(row)}
-
-    with pytest.raises(InvalidSchedule, match="2F1 of W0_2 starts at 3, while 2F0 runs until 3.5"):
-        check_times(moved(W0_2, "2F0", 0.5))
-    with pytest.raises(InvalidSchedule, match="2F0 of W0_2 starts at 1, but 1F0@0 is there at 2 only"):
-        check_times(moved(W0_2, "2F0", -1))
-    with pytest.raises(InvalidSchedule, match="0I0 of W0_0 starts at 7, but 1I0@0 is there at 7.25 only"):
-        check_times(rows, communication=0.25)
