@@ -13,9 +13,7 @@ from shared_core.faults import ANY_STEP, Fault
 #: Ranks 0 and 1 are the first stage, ranks 2 and 3 the second.
 STAGES = 2
 PLACES = {
-    "first stage, first forward of the first batch": Fault(0, 1, "pipe.forward", "SIGKILL"),
     "first stage, reduce": Fault(1, 4, "pipe.reduce", "SIGKILL"),
-    "last stage, reduce tied": Fault(3, 4, "pipe.reduce_tied", "SIGKILL"),
     "first stage, in the update": Fault(0, 5, "update.during", "SIGKILL", nth=7),
     "first stage, evaluation": Fault(0, 3, "pipe.forward", "SIGKILL", nth=2),  # every third call evaluates
 }

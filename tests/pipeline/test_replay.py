@@ -16,9 +16,7 @@ BASE = ("--stages", "4", "--steps", "10", "--tied", "--clip", "0.5")
 PLACES = {
     "first stage, before the first checkpoint": (Fault(0, 2, "pipe.forward", "SIGKILL", nth=3), 0),
     "middle stage, first batch": (Fault(1, 1, "pipe.backward", "SIGKILL", nth=2), 0),
-    "middle stage, in the batch of a checkpoint": (Fault(2, 3, "pipe.backward", "SIGKILL", nth=2), 3),
     "first stage, after the third checkpoint": (Fault(0, 10, "pipe.recv_grad", "SIGKILL", nth=4), 9),
-    "middle stage, reduce": (Fault(2, 5, "pipe.reduce_tied", "SIGKILL"), 3),
     "first stage, in the update": (Fault(0, 7, "update.during", "SIGKILL", nth=5), 6),
 }
 
