@@ -44,13 +44,6 @@ def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
-    result = jobs.run("acc.py")
-    compare(result, jobs.reference("acc.py"))
-    assert "the loop at" not in result.stderr, result.tail()  # enumerate() continues at its place
-
-
-@pytest.mark.nightly
 def test_the_handler_alone_survives_failures_in_the_first_epoch_and_warns(jobs: Jobs) -> None:
     result = jobs.check("acc.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
     assert result.stderr.count("for epoch in plugin.epochs(n)") == 1, result.tail()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from checkpointed import committed, continued_from, finished, options, running, saved
+from checkpointed import continued_from, finished, options, running, saved
 from harness import SCRIPTS, Jobs
 
 from shared_core.cli.swiftctl import main
@@ -129,30 +129,3 @@ def test_resume_from_adopts(jobs: Jobs, folder: Path, capsys: pytest.CaptureFixt
     assert own > newest and following(folder, B, capsys) == continues(B, own)
     assert continued_from(to_its_end(jobs, folder, B, told)) == {own}
     assert following(folder, A, capsys) == continues(A, newest)
-
-
-@pytest.mark.nightly
-def test_nothing_to_adopt_ends_the_job(jobs: Jobs, folder: Path) -> None:
-    env = options(folder, EVERY)
-    (folder / "nothing").mkdir(parents=True)
-    told = [*RESTART, f"--resume-from={folder}/nothing"]
-    with running(jobs, SCRIPT, A, env=env, launcher_args=told) as job:
-        result = job.end()
-    assert result.status == 1 and "there is no whole checkpoint at" in result.stderr, result.tail()
-
-
-@pytest.mark.nightly
-def test_without_resume_the_same_command_says_that_it_starts_from_scratch(
-    jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    env, args = options(folder, EVERY), ["--norm", "--steps", "30"]
-    for number in range(2):
-        with running(jobs, SCRIPT, ["--norm", "--steps", "400"], env=env) as job:
-            job.until(lambda: bool(committed(folder)) and job.boundaries() > 40)
-            job.kill()
-            result = job.end()
-        assert bool(said(result)) == bool(number) and not continued_from(result)
-    assert "of this command; this run starts from scratch; --resume continues it" in said(result)[0]
-    assert "was started without --resume" in following(folder, ["--norm", "--steps", "400"], capsys)
-    with running(jobs, SCRIPT, args, env=env) as job:
-        assert len(said(finished(job))) == 1

@@ -88,40 +88,11 @@ def test_every_checkpoint_is_the_state_of_its_step_boundary(
 
 
 @pytest.mark.nightly
-def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> None:
-    args = ["--steps", "6", "--width", "64"]
-    env = options(tmp_path, every=1, checkpoint_keep=ALL, checkpoint_background=False)
-    result = jobs.run(SCRIPT, args=args, env=env)
-    compare(result, jobs.reference(SCRIPT, args=args))
-    assert check(result, tmp_path) == settled(6)
-    assert [event.fields["boundary"] for event in result.kinds("checkpoint")] == settled(6)
-
-
-@pytest.mark.nightly
 def test_a_full_device_stops_nobody(jobs: Jobs, small_device: Path) -> None:
     result = jobs.run(SCRIPT, args=ARGS, env=options(small_device, every=2))
     compare(result, jobs.reference(SCRIPT, args=ARGS))
     assert not committed(small_device)
     assert len(result.told("no room")) == 1, result.tail()
-
-
-@pytest.mark.nightly
-def test_a_folder_that_cannot_be_made_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:
-    result = jobs.run(SCRIPT, args=ARGS, env=options(NOWHERE, every=2))
-    compare(result, jobs.reference(SCRIPT, args=ARGS))
-    assert len(result.told("no checkpoint of step")) == 1, result.tail()
-
-
-@pytest.mark.nightly
-def test_a_folder_that_is_removed_is_made_again(jobs: Jobs, tmp_path: Path) -> None:
-    folder, args = tmp_path / "checkpoints", ["--steps", "80", "--width", "64"]
-    with running(jobs, SCRIPT, args, env=options(folder, every=2)) as job:
-        job.until(lambda: bool(committed(folder)))
-        folder.rename(tmp_path / "away")
-        result = finished(job)
-    compare(result, jobs.reference(SCRIPT, args=args))
-    assert committed(folder), result.tail()
-    check(result, folder)
 
 
 def test_a_writer_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> None:

@@ -147,20 +147,6 @@ def test_told_to_end_while_storage_is_slow(jobs: Jobs, tmp_path: Path, again: bo
     assert continued_from(result) == {newest}, result.tail()
 
 
-@pytest.mark.nightly
-def test_told_to_end_before_a_batch_was_begun(jobs: Jobs, tmp_path: Path) -> None:
-    with running(jobs, SCRIPT, LONG, env=options(tmp_path), launcher_args=[*RESTART, "--shutdown-timeout=30"]) as job:
-        job.until(lambda: job.folder is not None)
-        assert not job.boundaries()
-        os.kill(job.pid, signal.SIGTERM)
-        result = job.end(15.0)
-    assert result.status == 1 and result.duration_s < 20.0, result.tail()
-    assert verdicts(result) == [
-        "nothing had to be written: no batch was begun since the start; the next start of "
-        "'plain_ddp.py --norm --steps 400' starts from scratch: there is no checkpoint of it"
-    ], result.tail()
-
-
 def _boundaries_until_the_end(job: Running) -> int:
     """The highest step boundary that a rank passes before the job ends."""
     reached = 0

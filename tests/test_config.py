@@ -27,11 +27,6 @@ def test_an_unknown_option_names_the_closest_known_one() -> None:
         SwiftConfig.from_dict({"zzzz": 1})
 
 
-def test_a_config_error_is_a_value_error() -> None:
-    with pytest.raises(ValueError):
-        SwiftConfig(on_failure="nothing")
-
-
 def test_environment() -> None:
     env = {
         "SWIFT_RECOVERY_ON_FAILURE": "restart",

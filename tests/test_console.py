@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from harness import SCRIPTS, Jobs
 
@@ -21,7 +20,6 @@ from shared_core.config import SwiftConfig
 from shared_core.faults import Fault
 from shared_core.launcher.console import ConsoleReporter
 from shared_core.protocol.failure_policy import AS_ANY
-from shared_core.system.process import begun
 from tests.support.cluster import Cluster
 from tests.support.namespaces import machines, unavailable
 from tests.support.runner import JobResult
@@ -129,10 +127,6 @@ def test_one_worker_has_no_replica_and_is_told_so() -> None:
         config = SwiftConfig.from_dict({"checkpoint.dir": folder} if folder else {})
         ConsoleReporter(said.append, 0.0, lambda: 0.0).starts("train.py", 1, {0: 7}, config, None)
         assert "1 worker runs train.py (pid 7); no replica: a crash restarts" in said[0] and answer in said[0]
-
-
-def test_the_last_line_counts_from_the_start_of_the_process() -> None:
-    assert abs(begun() - psutil.Process().create_time()) < 1.0
 
 
 def test_the_last_line_names_the_command_for_a_report() -> None:

@@ -43,6 +43,7 @@ def test_a_rank_that_is_late_is_waited_for(jobs: Jobs) -> None:
     assert result.status == 0 and "Deadlock" not in result.stderr, result.tail()
 
 
+@pytest.mark.nightly
 def test_a_job_with_checkpoints_goes_back_once(jobs: Jobs) -> None:
     checkpoints = ["--checkpoint-dir", str(jobs.folder("deadlock") / "checkpoints")]
     result = jobs.run("deadlock.py", args=["once"], launcher_args=checkpoints)

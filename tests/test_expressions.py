@@ -33,8 +33,7 @@ def test_what_an_expression_holds_is_refused_by_name(way: str, jobs: Jobs) -> No
     assert expected in restart.fields["reason"] and "expressions.py:" in restart.fields["reason"]
 
 
-@pytest.mark.parametrize("faults", [IN_A_PASS, IN_THE_SECOND], ids=["first", "second"])
-@pytest.mark.parametrize("way", ["equal", "while"])
+@pytest.mark.parametrize(("way", "faults"), [("equal", IN_THE_SECOND), ("while", IN_A_PASS)], ids=["equal", "while"])
 def test_what_is_the_same_in_the_replacement_is_not(way: str, faults: list[Fault], jobs: Jobs) -> None:
     jobs.check("expressions.py", args=[way], faults=faults)
 

@@ -35,11 +35,6 @@ def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
-    compare(jobs.run("fabric.py"), jobs.reference("fabric.py"))
-
-
-@pytest.mark.nightly
 def test_a_sharded_checkpoint_of_fabric_has_the_same_bits(jobs: Jobs, tmp_path: Path) -> None:
     """A worker fails after the first of them, and another one while one is written."""
     faults = [Fault(1, 10, "forward", "SIGKILL"), Fault(0, 14, "collective.before", "SIGKILL", nth=3)]

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    few(CASES, "own_scheduler", "own_logger", "saves_between_updates", "lambda_callback", "command_line"),
+    few(CASES, "own_scheduler", "saves_between_updates", "command_line"),
 )
 def test_feature_with_a_failure(name: str, jobs: Jobs) -> None:
     feature, faults = CASES[name]

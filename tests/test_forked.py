@@ -64,6 +64,7 @@ def test_rank_0_fails_early_and_again(jobs: Jobs) -> None:
     assert len(result.workers) == 2, result.tail()
 
 
+@pytest.mark.nightly
 def test_the_standby_itself_fails(jobs: Jobs) -> None:
     """One line; the replacement runs the script from its start."""
     faults = [Fault(0, ANY_STEP, "spare.waits", "SIGKILL", incarnation=1), Fault(0, 5, "bucket", "SIGKILL")]
@@ -90,6 +91,7 @@ def test_scripts(name: str, jobs: Jobs) -> None:
     assert len(result.workers) == 2, result.tail()
 
 
+@pytest.mark.nightly
 def test_two_compute_threads_forbid_it(jobs: Jobs) -> None:
     """In a copy their pool would have no threads. The reason is among the events."""
     faults = [Fault(0, 5, "bucket", "SIGKILL")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from harness import Jobs
-from profiled_groups import runs
 
 from shared_core.faults import Fault
 
@@ -31,5 +30,7 @@ def test_a_worker_is_replaced(how: str, where: str, jobs: Jobs) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(5400)
 def test_a_profiler_sees_200_loops_of_groups(jobs: Jobs) -> None:
-    done, why = runs(jobs, 200)
-    assert done == 200, why
+    """A profiler once read what a work had let go of: now and then a worker died by SIGSEGV, with no failure."""
+    for _ in range(200):
+        result = jobs.run("profiled_groups.py", nproc=4, timeout_s=600.0)
+        assert result.status == 0 and not result.kinds("failed"), result.tail()

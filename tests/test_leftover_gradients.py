@@ -8,8 +8,6 @@ from harness import Jobs, few
 from torch import nn
 
 from shared_core.faults import Fault
-from shared_core.worker.state.attached import LeftoverGradients
-from shared_core.worker.state.replicated import Replicated
 from tests.support.runner import Mismatch
 
 
@@ -57,55 +55,3 @@ def test_control_without_it_the_bits_are_others(first: str, without: str, jobs: 
 def _step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_what_is_zeroed_first_is_published_once(set_to_none: bool) -> None:
-    """Before the first batch has shown it nobody knows; after that a boundary costs no copy of the gradients."""
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    found = LeftoverGradients()
-    found.attach(Replicated([net], [optimizer]))
-    assert not found.left()
-    published = []
-    for _ in range(4):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        _step(net, optimizer)
-        published.append(len(found.left()))
-    assert published == [2, 0, 0, 0]
-
-
-def test_what_is_added_to_is_published_whoever_is_zeroed_beside_it() -> None:
-    """Two optimizers in one module, as under Lightning; once one was added to, it is published from then on."""
-    nets = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    found = LeftoverGradients()
-    found.attach(Replicated([nets], optimizers))
-    published = []
-    for number in range(5):
-        optimizers[0].zero_grad()
-        if number != 3:
-            optimizers[1].zero_grad()
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            _step(net, optimizer)
-        published.append(sorted(found.left()))
-    assert published == [[0, 1, 2, 3], [], [], [2, 3], [2, 3]]
-    optimizers[1].zero_grad()
-    assert not found.left(), "only those that exist"
-
-
-def test_one_that_accumulates_beside_one_that_steps() -> None:
-    """Its gradients are zeroed first in one batch and added to in the other: they are published in between."""
-    net = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    found = LeftoverGradients()
-    found.attach(Replicated([net], [optimizer]))
-    published = []
-    for number in range(8):
-        if number % 2 == 0:
-            optimizer.zero_grad()
-        net(torch.ones(2, 3)).sum().backward()
-        if number % 2:
-            optimizer.step()
-        published.append(len(found.left({0} if number % 2 == 0 else ())))
-    assert published == [2, 2, 2, 0, 2, 0, 2, 0]

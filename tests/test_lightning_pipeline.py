@@ -17,9 +17,7 @@ from lightning_swift.pipeline import (
     check_module,
     engine_config,
     micro_batches_of,
-    most_pieces,
     precision_config,
-    split,
 )
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.faults import Fault
@@ -165,15 +163,6 @@ def test_a_module_is_a_list_of_layers_and_a_loss() -> None:
         check_module(manual)
 
 
-def test_what_the_engine_is_told() -> None:
-    assert micro_batches_of(None, {}, 1) == (4, 1)
-    assert micro_batches_of(None, {"gradient_accumulation_steps": 6}, 1) == (6, 1)
-    assert micro_batches_of(None, {}, 3) == (1, 3)
-    made = engine_config({"gradient_clipping": 0.5}, 6, 0.5, None)
-    assert made["gradient_accumulation_steps"] == 6 and made["gradient_clipping"] == 0.5
-    assert "gradient_clipping" not in engine_config({}, 6, None, None)
-
-
 @pytest.mark.parametrize("arguments", [(2, {"gradient_accumulation_steps": 3}, 1), (2, {}, 3), (0, {}, 1)])
 def test_micro_batches_are_said_once(arguments: Any) -> None:
     with pytest.raises(ConfigError):
@@ -205,17 +194,6 @@ def test_contradictions_are_refused() -> None:
     for section in ("optimizer", "scheduler"):
         with pytest.raises(ConfigError, match="configure_optimizers"):
             engine_config({section: {}}, 4, None, None)
-
-
-def test_batches_are_split_in_rows() -> None:
-    x, mask, y = torch.arange(12).view(6, 2), torch.arange(6), torch.arange(6)
-    pieces = split([(x, mask), y], 3)
-    assert [piece[1].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]]
-    assert torch.equal(torch.cat([piece[0][0] for piece in pieces]), x)
-    assert [most_pieces(rows, 4) for rows in (8, 6, 5, 1)] == [4, 3, 1, 1]
-    for batch, message in (([x, y], "drop_last"), (x, "collate_fn"), ([x, y[:5]], "different"), ([x, 3], "tensors")):
-        with pytest.raises(ConfigError, match=message):
-            split(batch, 4)
 
 
 def test_a_loader_that_cannot_be_split_is_refused_before_training() -> None:

@@ -176,20 +176,6 @@ def test_a_frozen_agent_loses_its_place(site: Site) -> None:
     assert statuses == [0, 0, 0], result.tail()
 
 
-@pytest.mark.nightly
-def test_on_failure_restart_continues_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "swift.json").write_text(
-        json.dumps({"checkpoint.every_steps": 10, "checkpoint.dir": str(tmp_path), "checkpoint.background": False})
-    )
-    options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
-    cluster = site.start(site.machines, LONG, options=options)
-    cluster.until(lambda: cluster.boundaries(2) >= 40)
-    site.machines[3 - site.spare(cluster)].kill()
-    result, _ = site.check(cluster, LONG)
-    assert len(result.kinds("restart")) == 1
-    assert "continues from the checkpoint at step boundary" in result.stderr
-
-
 def _kept_by(cluster: Cluster, rank: int) -> int:
     """The newest step of which the machine of a rank has another machine's copy; 0 for none."""
     folders = [Path(one["job_dir"]) for one in cluster.workers(rank)]
@@ -288,23 +274,6 @@ def test_with_etcd_the_failure_of_any_machine_is_survived(which: str, jobs: Jobs
 
 @pytest.mark.nightly
 @needs_etcd
-def test_etcd_starts_again_and_a_machine_fails(jobs: Jobs, tmp_path: Path) -> None:
-    """Neither ends the job or sends it back."""
-    with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
-        cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
-        cluster.until(lambda: cluster.boundaries(0) >= 10 and cluster.boundaries(2) >= 10)
-        one.restart()
-        cluster.until(lambda: cluster.boundaries(2) >= 30)
-        failed = cluster.place_of(2)
-        four[failed].kill()
-        one.restart()
-        result, statuses = site.check(cluster, LONG)
-        assert sorted(statuses) == [-9, 0, 0] and statuses[failed] == -9
-        assert {event.fields["restart"] for event in result.kinds("start")} == {0}, result.tail()
-
-
-@pytest.mark.nightly
-@needs_etcd
 def test_the_failure_of_etcd_s_machine_is_survived(jobs: Jobs, tmp_path: Path) -> None:
     """Of any of its three members, one after the other; and then of a machine."""
     with machines(6) as six, Etcd(tmp_path, on=six[3:]) as three, contextlib.closing(Site(jobs, six)) as site:
@@ -385,29 +354,3 @@ def test_fewer_machines_continue(name: str, site: Site) -> None:
     for place in failed:
         site.machines[place].kill()
     check_exact(cluster, worlds)
-
-
-@pytest.mark.nightly
-def test_a_machine_that_does_not_come_in_time_is_done_without(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "swift.json").write_text(json.dumps({"resize.replace_timeout_s": 1.0}))
-    options = [f"--swift-config={tmp_path / 'swift.json'}"]
-    cluster = site.start(site.machines[:2], ["--epochs", "4"], "resize.py", nnodes="1:2", options=options)
-    cluster.until(lambda: cluster.boundaries(2) >= 5)
-    site.machines[1].kill()
-    result = check_exact(cluster, {2})
-    [failed, *_] = result.kinds("failed")
-    [change] = result.kinds("resize")
-    assert change.time - failed.time >= 1.0
-
-
-@pytest.mark.nightly
-def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
-    cluster = site.start(
-        site.machines[:2], ["--epochs", "8"], "resize.py", nnodes="2:3", options=["--rdzv-conf=last_call_timeout=1"]
-    )
-    cluster.until(lambda: cluster.boundaries(2) >= 5)
-    site.machines[1].cut()
-    cluster.until(lambda: "failed, and no spare one is there" in cluster.said(0))
-    site.machines[1].heal()
-    result = check_exact(cluster, {4})
-    assert not result.kinds("resize")

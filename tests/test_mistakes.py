@@ -126,16 +126,6 @@ def test_a_missing_extra_is_named() -> None:
     assert "pip install 'swift-recovery[lightning]'" in done.stderr, done.stderr
 
 
-def test_a_yaml_file_without_pyyaml(tmp_path: os.PathLike[str]) -> None:
-    path = os.path.join(tmp_path, "swift.yaml")
-    with open(path, "w") as file:
-        file.write("on_failure: replace\n")
-    code = "import sys\nsys.modules['yaml'] = None\nfrom shared_core.config import SwiftConfig\n"
-    done = _python(code + f"SwiftConfig.from_file({path!r})")
-    assert done.returncode == 1
-    assert "needs PyYAML: pip install" in done.stderr, done.stderr
-
-
 def test_faults_that_cannot_be_read_say_why(jobs: Jobs) -> None:
     done = _python(
         "from shared_core.faults import inject; inject.point('startup')",

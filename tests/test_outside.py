@@ -39,12 +39,6 @@ def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
-def test_without_a_failure_nothing_differs(args: list[str], jobs: Jobs) -> None:
-    compare(jobs.run(JOB, args=args), jobs.reference(JOB, args=args))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
 def test_when_all_fail_a_checkpoint_has_it_all(args: list[str], jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "5"}
     both = [Fault(rank, 12, "bucket", "SIGKILL") for rank in (0, 1)]

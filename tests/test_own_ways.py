@@ -30,7 +30,7 @@ NEVER = {"SWIFT_RECOVERY_STATE_PREIMAGES": "never"}
 _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 
 
-@pytest.mark.parametrize("part", LATE)
+@pytest.mark.parametrize("part", few(LATE, "libraries", "again", "adaptive", "hooked", "by_hand"))
 def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
     """State in objects of libraries and in places that are easily forgotten, settings of the process, an optimizer that
     is not attached, or that deals parameters out to ranks; groups that are ended and made again; a script that resumes

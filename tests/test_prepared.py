@@ -16,7 +16,7 @@ from harness import Jobs
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.protocol.preparing import RESERVE_BYTES, RETRY_S, Measured, decide, next_rank, order, retry_s
+from shared_core.protocol.preparing import Measured, decide
 from shared_core.system.process import machine_bytes, private_bytes
 from tests.support.report import AWAIT
 from tests.support.runner import JobResult, check_survivors, compare, unconfirmed
@@ -72,13 +72,6 @@ def _check_output(result: JobResult) -> None:
         assert len(shown) == first + len(replacements), result.tail()
 
 
-@pytest.mark.nightly
-def test_one_rank_fails_twice(jobs: Jobs) -> None:
-    """After the first standby has served, another is prepared for the same rank."""
-    faults = [KILLED, Fault(1, 8, "bucket", "SIGKILL", incarnation=1)]
-    assert run(jobs, "plain_ddp.py", faults, {4: (1, 0), 7: (2, 0)}) == [(1, "prepared")] * 2
-
-
 def test_a_standby_fails_while_it_waits(jobs: Jobs) -> None:
     """One line, and another one is prepared."""
     faults = [KILLED, Fault(1, ANY_STEP, "spare.waits", "SIGKILL", incarnation=1)]
@@ -96,12 +89,6 @@ def test_two_ranks_fail_and_one_has_a_standby(jobs: Jobs) -> None:
     faults = [Fault(3, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]
     replacements = run(jobs, "plain_ddp.py", faults, AT_4, nproc=4)
     assert sorted(replacements) == [(2, "standby"), (3, "prepared")]
-
-
-@pytest.mark.nightly
-def test_rank_0(jobs: Jobs) -> None:
-    faults = [Fault(0, 5, "bucket", "SIGKILL")]
-    assert run(jobs, "plain_ddp.py", faults, {4: (2, 0)}, prepared=2) == [(0, "prepared")]
 
 
 @pytest.mark.nightly
@@ -164,37 +151,12 @@ def test_auto_prepares_where_the_start_is_slow_and_memory_allows() -> None:
     assert [number(8.0, 90, on_failure=each) for each in ("reroute", "shrink", "restart")] == [0, 0, 0]
 
 
-def test_what_is_prepared_already_needs_no_further_memory() -> None:
-    measured = Measured(8.0, 2 * GIB, 10 * GIB, 100 * GIB)
-    assert decide(config("auto"), range(4), measured, prepared=2).number == 2
-
-
-def test_a_number_that_is_asked_for_is_prepared() -> None:
-    measured = Measured(0.1, 2 * GIB, 0, 4 * GIB)
-    assert measured.reserve_bytes == RESERVE_BYTES
-    assert [decide(config(k), range(4), measured).number for k in (0, 1, 4, 9)] == [0, 1, 4, 4]
-    assert decide(config(2, "reroute"), range(4), measured).number == 2
-    assert decide(config(2, "restart"), range(4), measured).number == 0
-
-
 def test_the_decision_is_said_with_its_numbers() -> None:
     text = decide(config("auto"), range(4), Measured(8.04, GIB // 2, 27 * GIB, 32 * GIB)).text
     assert text == (
         "3 standbys are prepared: the script takes 8.0 s to its first batch; a worker has 0.50 GiB, 27.00 GiB are "
         "free, and 3.20 GiB stay free"
     )
-
-
-def test_order() -> None:
-    assert order(range(4), {}) == [3, 2, 1, 0]
-    assert order(range(4), {1: 2, 2: 1, 0: 9}) == [1, 2, 3, 0]
-    assert next_rank(1, range(4), {1: 1}, []) == 1
-    assert next_rank(2, range(4), {}, [3]) == 2
-    assert next_rank(1, range(4), {1: 1}, [3]) is None  # one that waits is not given up for another
-
-
-def test_failures_are_few() -> None:
-    assert [retry_s(failures) for failures in range(1, 5)] == [*RETRY_S, None]
 
 
 def test_memory_of_a_container_counts(tmp_path: Path) -> None:

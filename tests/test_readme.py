@@ -116,6 +116,7 @@ print(f"steps {{trainer.global_step}};")
     assert "; 1 worker failed" in done.stderr
 
 
+@pytest.mark.nightly
 def test_the_quick_start_of_the_readme(tmp_path: Path) -> None:
     """Its example, made short and with a failed worker, prints what is quoted there."""
     [name] = re.findall(r"^python (examples/\w+\.py)", README, re.MULTILINE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,9 @@ from harness import Jobs, few
 from html_tree import Node
 
 from shared_core.cli import swiftctl
-from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
 from shared_core.faults import Fault
-from shared_core.report.history import Doing, History, LifeSpan, PartKind, goodput, history_of, parts
-from shared_core.report.metrics import read_curve, thinned
+from shared_core.report.history import Doing, History, LifeSpan, PartKind, history_of
 from shared_core.report.page import to_page
 from shared_core.report.saved import savings
 
@@ -81,38 +79,6 @@ def test_the_history_of_a_recorded_job() -> None:
     if os.environ.get("SWIFT_TESTS_GOLDEN") == "write":
         (GOLDEN / "history.json").write_text(text)
     assert text == (GOLDEN / "history.json").read_text()
-
-
-def test_what_each_rank_did() -> None:
-    found = history_of([start(), began(), *one_failure(10), at(20, "end", result="succeeded")])
-    begins = [("starting", 0.0, 3.0), ("training", 3.0, 10.0)]
-    caught_up = [("catching up", 10.4, 10.5), ("training", 10.5, 20.0)]
-    assert told(found.spans, 0) == [*begins, ("waiting", 10.0, 10.4), *caught_up]
-    failed = [*begins, ("failed", 10.0, 10.03), ("starting", 10.03, 10.41)]
-    assert told(found.spans, 2) == [*failed, ("catching up", 10.41, 10.5), ("training", 10.5, 20.0)]
-    assert (found.result, found.duration_s, found.workers) == ("succeeded", 20.0, ((0.0, 3),))
-
-
-def test_parts_follow_each_other() -> None:
-    (answer,) = history_of([start(), *one_failure(10), at(20, "end")]).answers
-    ends = {part.kind: round(part.end, 6) for part in answer.parts}
-    assert ends == {
-        PartKind.PROCESS: 0.03,
-        PartKind.SCRIPT: 0.2,
-        PartKind.AGREEMENT: 0.3,
-        PartKind.STATE: 0.41,
-        PartKind.BATCH: 0.5,
-    }
-    assert all(part.end == later.begin for part, later in pairwise(answer.parts))
-    struck = [at(9.9, "fault", 2, fault={"kind": "SIGKILL"}), *one_failure(10)]
-    detection, *rest = history_of([start(), *struck]).answers[0].parts
-    assert (detection.kind, round(detection.begin, 6), detection.end) == (PartKind.DETECTION, -0.1, 0.0)
-    assert [part.kind for part in rest] == [part.kind for part in answer.parts]
-    refused = [at(9.9, "fault", 2, fault={"kind": "ENOSPC"}), *one_failure(10)]
-    assert history_of([start(), *refused]).answers[0].parts == answer.parts, "nobody fails by that"
-    short = parts(answer.recovery, limit_s=0.05)
-    assert [part.kind for part in short] == [PartKind.PROCESS, PartKind.SCRIPT]
-    assert short[-1].end == pytest.approx(0.05)
 
 
 def test_a_job_that_continues_without_the_failed_worker() -> None:
@@ -175,17 +141,6 @@ def test_restarts_and_other_numbers_of_workers() -> None:
     assert (restart.parts[-1].end, resize.recovery.answer) == (1.0, "2 to 1")
 
 
-def test_a_job_that_still_runs_ends_with_its_last_event() -> None:
-    found = history_of([start(), *one_failure(10)[:4]])
-    assert found.result == "" and found.duration_s == pytest.approx(10.02)
-    assert told(found.spans, 2)[-1] == ("failed", 10.0, 10.02) and told(found.spans, 0)[-1][0] == "waiting"
-    assert savings(found).each == ()
-    page = html_tree.read(to_page(found))
-    assert [node.text for node in page.all("span", "result")] == ["not ended"]
-    without_start = history_of(one_failure(10))
-    assert without_start.ranks == [0, 1, 2] and without_start.facts == ()
-
-
 def test_what_was_saved() -> None:
     """A step takes a second; a restart begins at the checkpoint, and takes as long as the first start."""
     before = [start(), began(), at(13, "checkpoint", 0, boundary=8, version=8)]
@@ -209,30 +164,6 @@ def test_what_was_saved() -> None:
     # What the events do not say is not guessed.
     unknown = savings(history_of([start(), at(1, "checkpoint", 0, boundary=0), *one_failure(23, boundaries=20)]))
     assert unknown.each[0].steps == 20 and unknown.saved_s is None
-
-
-def test_goodput_comes_first() -> None:
-    """Of 27 s since the first batch 0.5 s were a stall."""
-    found = history_of([start(), began(), *one_failure(22, boundaries=20), at(30, "end", result="succeeded")])
-    assert goodput(found) == pytest.approx(1 - 0.5 / 27)
-    cards = next(html_tree.read(to_page(found)).all("dl", "cards"))
-    assert [node.text for node in cards.all("dt")][0] == "goodput" and next(cards.all("dd")).text == "98.1%"
-    assert goodput(history_of([start(), at(9, "end")])) is None
-
-
-def test_an_outage_of_two_failures_is_one() -> None:
-    first = [event for event in one_failure(10) if event.kind not in ("recovered", "resumed", "replacement_ready")]
-    second = [
-        at(10.3, "failed", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, boundaries=4),
-        at(10.3, "generation", generation=2, failed=[1]),
-        at(11, "recovered", 0, 2, stall_s=0.7),
-        at(11.1, "resumed", 0, 2, stall_s=0.8),
-    ]
-    found = history_of([start(), began(), *first, *second, at(20, "end")])
-    abandoned, completed = found.answers
-    assert abandoned.recovery.superseded_by == 2 and abandoned.at + abandoned.parts[-1].end <= completed.at
-    (one,) = savings(found).each
-    assert (one.failed, one.took_s) == ((1, 2), pytest.approx(1.1))
 
 
 HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' &lt; \x1b[2J \ud800 \x00"
@@ -352,32 +283,3 @@ def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path, capsys
         assert [node.text for node in page.all("text", "label")].count("restart") == 1
         assert len(list(page.all("path", "turn"))) == 1 and row["answer"] == "restart"
         assert "Against a restart" not in titles
-
-
-def test_several_runs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "events.jsonl", tmp_path / "report.html"
-    first = [replace(event, run="aaaa", time=event.time - 500) for event in [start(), at(9, "end", result="failed")]]
-    path.write_text("".join(event.to_json() + "\n" for event in [*first, start(), *one_failure(5)]))
-    for options, result in (([], "not ended"), (["--run", "aa"], "failed")):
-        assert swiftctl.main(["report", str(path), "--out", str(out), *options]) == 0
-        assert [node.text for node in html_tree.read(out.read_text()).all("span", "result")] == [result]
-        said = capsys.readouterr()
-        assert said.out == f"{out}\n" and "the file holds 1 other run" in said.err
-
-
-def test_curves(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    path.write_text("epoch,step,val_acc,train_loss\n0,2,,1.5\n0,1,0.5,\n0,1,,2.5\n0,3,,nan\n0,4,")
-    assert read_curve(path) == ("train_loss", [(1.0, 2.5), (2.0, 1.5)])
-    assert read_curve(path, "val_acc") == ("val_acc", [(1.0, 0.5)])
-    path.write_text('{"step": 1, "loss": 3}\nnoise\n{"step": 1, "loss": 2}\n{"step": 2}\n{"step": 3, "lo')
-    assert read_curve(path) == ("loss", [(1.0, 2.0)])
-    with pytest.raises(ConfigError, match="no values of --metric other; it has: loss"):
-        read_curve(path, "other")
-    for content, wrong in (("a,b\n1,2\n", "no column of steps"), ("step,b\n1,2\n", "no metric with loss")):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=wrong):
-            read_curve(path)
-    long = [(float(step), float(step % 7)) for step in range(10_000)]
-    few = thinned(long)
-    assert len(few) <= 802 and few == sorted(few) and {y for _, y in few} == {0.0, 6.0}

@@ -106,15 +106,6 @@ def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
     check_rows(extra, may_miss=int(name == "rank_0"))
 
 
-@pytest.mark.nightly
-def test_lightning_four_three_two_four(jobs: Jobs) -> None:
-    faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
-    args = ("--devices", "4", "--until", "4")
-    result = run(jobs, faults, *args, nproc=4, script="lit_resize.py", SWIFT_RECOVERY_RESIZE_GROW_AFTER_S="4")
-    check_exact(result, 4)
-    assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
-
-
 def check_rows(extra: dict[str, Any], may_miss: int) -> None:
     rows = list(csv.DictReader(extra["rows"].splitlines()))
     steps = [int(row["step"]) for row in rows if row["loss_step"]]
@@ -125,14 +116,6 @@ def check_rows(extra: dict[str, Any], may_miss: int) -> None:
 def test_a_loop_of_accelerate_that_accumulates(jobs: Jobs) -> None:
     faults = [Fault(0, 6, "bucket", "SIGKILL")]
     check_exact(run(jobs, faults, "--accumulate", "2", script="acc_resize.py"), 2)
-
-
-@pytest.mark.nightly
-def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
-    faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
-    result = run(jobs, faults, "--until", "4", nproc=4, script="acc_resize.py", SWIFT_RECOVERY_RESIZE_GROW_AFTER_S="4")
-    check_exact(result, 4)
-    assert [event.fields["workers"] for event in result.kinds("resize")] == [3, 2, 4]
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +18,8 @@ import pytest
 import slurm
 from slurm import Slurm, running_slurm
 
-from shared_core.events import read_events
 from shared_core.faults import Fault
 from shared_core.faults.spec import dumps
-from shared_core.system.jobdir import JobDir
 from tests.support.processes import MARK, wait_gone
 
 ROOT = Path(__file__).parents[1]
@@ -184,71 +181,6 @@ def test_scancel_ends_all_processes(option: str, cluster: Slurm, tmp_path: Path)
     assert "received SIGTERM: ending all workers" in err
     assert "is back" not in err and ranks(out) == [], err
     assert wait_gone(os.environ[MARK], 5) == [], err
-
-
-@pytest.mark.nightly
-def test_a_sigterm_to_srun_ends_all_processes(cluster: Slurm, tmp_path: Path) -> None:
-    """``srun`` then kills everything in one moment; the next job removes the folder that it leaves."""
-    job = at_work(cluster, tmp_path)
-    job.send_signal(signal.SIGTERM)
-    code, _, err = finish(cluster, job)
-    assert code == 128 + signal.SIGKILL, err
-    assert wait_gone(os.environ[MARK], 5) == [], err
-    (begin,) = (event for event in read_events(tmp_path / "events.jsonl") if event.kind == "start")
-    JobDir().remove()
-    assert not Path(begin.fields["job_dir"]).exists()
-
-
-@pytest.mark.nightly
-def test_srun_tasks_of_accelerate_are_told(cluster: Slurm, tmp_path: Path) -> None:
-    """Accelerate reads nothing of SLURM's: stock Accelerate, too, trains alone in each task."""
-    script = ACCELERATE.replace("PROCESSES", "1")
-    code, out, err = finish(cluster, start(cluster, tmp_path, script, "srun", "-n2", sys.executable, "train.py"))
-    assert code == 0, err
-    assert ranks(out) == ["rank 0 of 1"] * 2
-    assert err.count("survivors cannot be kept alive") == 1, err
-    assert "each task trains alone" in err and "srun -N1 -n1 -c2 swiftrun --nproc-per-node 2" in err
-
-
-@pytest.mark.nightly
-def test_srun_tasks_do_not_become_a_job_each(cluster: Slurm, tmp_path: Path) -> None:
-    script = ACCELERATE.replace("PROCESSES", "2")
-    code, out, err = finish(cluster, start(cluster, tmp_path, script, "srun", "-n2", sys.executable, "train.py"))
-    assert code == 1 and ranks(out) == []
-    assert "srun has started 2 tasks of this script, and each would start a job of its own" in err
-    assert not (tmp_path / "events.jsonl").exists()
-
-
-@pytest.mark.nightly
-def test_srun_tasks_of_lightning_are_told(cluster: Slurm, tmp_path: Path) -> None:
-    """Lightning makes one job of the tasks, as with ``strategy="ddp"``; ours adds one line."""
-    command = ("srun", "--ntasks-per-node=2", sys.executable, "train.py")
-    code, out, err = finish(cluster, start(cluster, tmp_path, LIGHTNING, *command))
-    assert code == 0, err
-    assert ranks(out) == BOTH, err
-    assert err.count("survivors cannot be kept alive") == 1, err
-
-
-@pytest.mark.nightly
-def test_srun_tasks_of_plain_pytorch_are_told(cluster: Slurm, tmp_path: Path) -> None:
-    script = plain(
-        4, start=f'"file://{tmp_path}/meet", rank=int(__import__("os").environ["SLURM_PROCID"]), world_size=2'
-    )
-    code, out, err = finish(cluster, start(cluster, tmp_path, script, "srun", "-n2", sys.executable, "train.py"))
-    assert code == 0, err
-    assert ranks(out) == BOTH, err
-    assert err.count("survivors cannot be kept alive") == 1, err
-    assert "trains alone" not in err
-
-
-@pytest.mark.nightly
-def test_several_swiftruns_are_several_jobs(cluster: Slurm, tmp_path: Path) -> None:
-    """As a search over options wants it; whoever meant one job is told."""
-    command = ("srun", "-n2", *SWIFTRUN[:-2], "1", "train.py")
-    code, out, err = finish(cluster, start(cluster, tmp_path, plain(4), *command))
-    assert code == 0, err
-    assert ranks(out) == ["rank 0 of 1"] * 2, err
-    assert err.count("srun has started swiftrun 2 times") == 1, err
 
 
 @pytest.mark.nightly

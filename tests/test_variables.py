@@ -37,7 +37,7 @@ def test_a_job_that_begins_again_has_them_from_its_checkpoint(jobs: Jobs, tmp_pa
     assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 
-@pytest.mark.parametrize("part", ["mean", "kinds", "order", "late", "places", "parts"])
+@pytest.mark.parametrize("part", ["mean", "kinds", "late"])
 def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):

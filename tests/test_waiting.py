@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 
-from shared_core.errors import GenerationAbandoned, WaitTimeout
+from shared_core.errors import WaitTimeout
 from shared_core.waiting import Wait, wait_for
 
 
@@ -64,21 +63,6 @@ def test_whoever_does_not_speak_ends_all_the_same() -> None:
     assert said == []
 
 
-def test_a_condition_is_waited_for() -> None:
-    changed, done = threading.Condition(), []
-    with changed:
-        Wait("rank 1", "it", 10.0).until(changed, lambda: True)
-        with pytest.raises(WaitTimeout):
-            Wait("rank 1", "it", 0.01, say=done.append).until(changed, lambda: False)
-    assert len(done) <= 1
-
-
-def test_a_call_that_blocks_is_announced_from_a_thread() -> None:
-    said = threading.Event()
-    with Wait("rank 1", "a call", 0.01, say=lambda line: said.set()).announced():
-        assert said.wait(10)
-
-
 class Keys:
     """A store."""
 
@@ -98,9 +82,3 @@ def test_the_missing_ranks_are_named_by_the_lowest_that_has_come(capsys: pytest.
             wait_for(store, keys, lambda: False, 0.2, rank, "to come")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("[swift] rank 1 waits for ranks 0, 2 to come; ")
-
-
-def test_a_wait_is_given_up() -> None:
-    wait_for(Keys("a"), {0: "a"}, lambda: True, 1.0, 0, "to come")
-    with pytest.raises(GenerationAbandoned):
-        wait_for(Keys(), {0: "a"}, lambda: True, 1.0, 0, "to come")

@@ -22,7 +22,7 @@ from checkpointed import Running, finished, options, running
 from harness import Jobs, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared_core.cli import swiftctl, swiftrun
+from shared_core.cli import swiftctl
 from shared_core.watch import metrics
 from shared_core.watch.view import Live, view_of
 
@@ -154,20 +154,6 @@ def test_what_the_server_answers(jobs: Jobs, capsys: pytest.CaptureFixture[str])
             refused.close()
         (job.out / "enough").touch()
         finished(job)
-
-
-def test_a_port_that_is_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setenv("PET_STANDBYS", "0")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("open('ran', 'w')")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        for flag in ("--dashboard", "--metrics-port"):
-            with pytest.raises(SystemExit) as ended:
-                swiftrun.main([f"{flag}={port}", "train.py"])
-            line = capfd.readouterr().err
-            assert ended.value.code == 2 and line.count("\n") == 1 and f"{flag} {port}" in line and "in use" in line
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.nightly

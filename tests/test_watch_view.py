@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared_core.events import Event, EventLog
-from shared_core.launcher.logs import last_words
 from shared_core.protocol.progress_file import Pace, ProgressFile, read_pace
 from shared_core.system.jobdir import Card, JobDir, is_held, jobs_here
-from shared_core.watch.follower import FileTail, Follower
-from shared_core.watch.text import format_view
-from shared_core.watch.view import JobView, Live, kind_of, view_of
+from shared_core.watch.follower import Follower
+from shared_core.watch.view import JobView, Live, view_of
 
 BEGUN = 1000.0
 CARD = Card("aaaa", "mine", "/home/me/train.py", "node1", 10, BEGUN, "events.jsonl")
@@ -74,56 +71,6 @@ def test_a_failure_step_by_step(many: int, now: float, state: str, expected: str
     assert view.stalled_s == pytest.approx(now - 5.0 if state == "recovering" else 0.0)
 
 
-def test_all_of_a_view() -> None:
-    view = view_of(FAILURE, live(9.0))
-    assert (view.run, view.name, view.script, view.host) == ("aaaa", "mine", "/home/me/train.py", "node1")
-    assert (view.step, view.steps_per_s, view.generation, view.world_size, view.log_bytes) == (50, 10.0, 1, 3, 1500)
-    assert (view.stall_s, view.failures_by_kind, view.recoveries) == (0.6, {"SIGKILL": 1}, {"replace": 1})
-    assert view.checkpoint is not None and (view.checkpoint.step, view.checkpoint.age_s) == (40, 6.0)
-    (failure,) = view.failures
-    assert (failure.rank, failure.pid, failure.replacement, failure.back_s, failure.stall_s) == (1, 101, 201, 0.5, 0.6)
-    assert [(one.rank, one.what, one.begin - BEGUN, (one.end or 0) - BEGUN) for one in view.spans] == [
-        (-1, "checkpoint", 3.0, 3.0),
-        (0, "stalled", 5.0, pytest.approx(5.6)),
-        (1, "failed", 5.0, pytest.approx(5.1)),
-        (2, "stalled", 5.0, 5.5),
-        (1, "joining", pytest.approx(5.1), 5.5),
-    ]
-    assert json.loads(json.dumps(view.to_dict()))["workers"][1]["failures"] == 1
-    assert format_view(view).startswith("train.py, run aaaa on node1: running, for 9 s\n")
-
-
-def test_what_a_job_tells_of_itself() -> None:
-    """Its length, its loss, and what its processes take; no line for what it does not have."""
-    bare = view_of(FAILURE, live(9.0))
-    assert (bare.steps, bare.left_s, bare.loss, bare.goodput) == (None, None, None, None)
-    assert "training loss" not in format_view(bare) and "goodput" not in format_view(bare)
-    events = [FAILURE[0], at(1.0, "began", 0, boundary=0), *FAILURE[1:]]
-    now = BEGUN + 9.0
-    paces = {rank: Pace(50, False, now, 30, now - 2.0, now, 500, 80, 0.25) for rank in range(3)}
-    seen = Live(now, True, CARD, paces, live(9.0).states, 0, {100: (0.5, 2_000_000)}, [(now, 10.0, 0.25)])
-    view = view_of(events, seen)
-    assert (view.steps, view.left_s, view.loss, view.series) == (80, 3.0, 0.25, ((now, 10.0, 0.25),))
-    assert view.goodput == pytest.approx(1 - 0.6 / 8.0)
-    assert [(one.cores, one.memory_bytes) for one in view.workers[:2]] == [(0.5, 2_000_000), (None, None)]
-    text = format_view(view)
-    assert "50 of 80 (62%, 3 s left), 10 steps/s" in text and "92.5%" in text and "0.25" in text and "2.0 MB" in text
-    over = view_of([*events, at(10.0, "end", result="succeeded", agent=10, host="node1")], seen)
-    assert over.left_s is None and over.workers[0].cores is None
-    assert "workers:       3\n" in format_view(over), "and not 0 of 3"
-
-
-def test_what_a_failed_worker_said_last(tmp_path: Path) -> None:
-    failed = at(5.0, "failed", 1, cause="ValueError: no (at a.py:3)", detected=BEGUN + 5.0, pid=101, last_words="a\nb")
-    assert view_of([FAILURE[0], failed], live(6.0)).failures[0].last_words == "a\nb"
-    log = tmp_path / "stderr.log"
-    log.write_text("".join(f"line {number}\n" for number in range(2000)))
-    trace = "Traceback\n" + "x\n" * 20 + "ValueError: no"
-    assert last_words(trace, str(log)).splitlines() == ["x"] * 11 + ["ValueError: no"]
-    assert last_words("", str(log)).splitlines() == [f"line {number}" for number in range(1988, 2000)]
-    assert last_words("", "") == last_words("", str(tmp_path / "absent")) == ""
-
-
 def test_what_only_the_machine_shows() -> None:
     assert phases(view_of(FAILURE[:1], live(4.0, p101="T", p102=None))) == ["training", "stopped", "gone"]
     waits = live(4.0)
@@ -131,23 +78,6 @@ def test_what_only_the_machine_shows() -> None:
     assert phases(view_of(FAILURE[:1], waits)) == ["waiting", "starting", "starting"]
     killed = view_of(FAILURE, live(9.0, alive=False, p100=None, p201=None, p102=None))
     assert (killed.state, phases(killed), killed.over) == ("gone", ["gone"] * 3, True)
-
-
-def test_all_start_again_and_another_number() -> None:
-    again = [*FAILURE, at(8.0, "failed", 2, 1, cause="no progress for 9 s"), at(8.1, "restart", -1, 1, reason="why")]
-    view = view_of(again, live(8.2))
-    assert (view.state, view.restarts, view.generation, view.stalled_s) == ("recovering", 1, 0, pytest.approx(0.2))
-    again += [at(8.5, "start", **START), at(9.0, "resumed", 0, stall_s=1.0)]
-    view = view_of(again, live(9.5))
-    assert (view.state, view.stall_s, view.recoveries) == ("running", pytest.approx(1.6), {"replace": 1, "restart": 1})
-    assert [one.failures for one in view.workers] == [0, 1, 1] and view.failures_by_kind == {
-        "SIGKILL": 1,
-        "no progress": 1,
-    }
-    assert [one.rank for one in view.spans if one.what == "restart"] == [0, 1]
-    fewer = [*again, at(10.0, "resize", before=3, workers=2), at(10.2, "start", **START | {"world_size": 2})]
-    view = view_of(fewer, live(11.0))
-    assert (view.resizes, view.world_size) == (1, 2)
 
 
 def test_a_stall_of_those_that_continue_without() -> None:
@@ -161,30 +91,6 @@ def test_a_stall_of_those_that_continue_without() -> None:
     view = view_of([*rerouted, at(5.2, "resumed", 2, stall_s=0.2)], live(5.3))
     assert (view.state, phases(view)) == ("running", ["training", "failed", "training"])
     assert (view.recoveries, view.stall_s) == ({"reroute": 1}, 0.2)
-
-
-def test_several_machines_in_one_file() -> None:
-    other = START | {"agent": 20, "host": "node2", "pids": {"3": 100, "4": 101}, "world_size": 5}
-    events = [FAILURE[0], at(0.1, "start", **other), at(9.0, "end", result="SignalException", agent=20, host="node2")]
-    view = view_of(events, live(10.0))
-    assert (view.state, view.world_size, view.present) == ("running", 5, 5)
-    assert [one.here for one in view.workers] == [True] * 3 + [False] * 2
-    assert phases(view)[3:] == ["elsewhere"] * 2 and view.workers[3].step is None
-    view = view_of([*events, at(11.0, "end", result="succeeded", agent=10, host="node1")], live(12.0))
-    assert (view.state, view.ended) == ("succeeded", BEGUN + 11.0)
-
-
-def test_causes_are_few_words() -> None:
-    for cause, kind in (
-        ("killed by SIGSEGV", "SIGSEGV"),
-        ("exited with code 3", "exit"),
-        ("ValueError: killed by SIGKILL 7 (at train.py:3)", "exception"),
-        ("its machine failed", "machine"),
-        ("stopped (SIGSTOP), killed by the agent", "stopped"),
-        ("no progress for 300 s (detection.progress_timeout_s), killed by the agent", "no progress"),
-        ("\x1b[31m", "other"),
-    ):
-        assert kind_of(cause) == kind
 
 
 def test_the_pace_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,19 +113,6 @@ def test_the_pace_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert pace.steps_per_s(now[0] + 1000.0) < 0.1  # it stands still
     (tmp_path / "short").write_bytes(b"x" * 30)
     assert read_pace(tmp_path / "short") is read_pace(tmp_path / "absent") is None
-
-
-def test_a_file_of_events_is_followed(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    tail = FileTail(path)
-    assert tail.read() == []
-    first = EventLog(path, "aaaa").emit("start")
-    with path.open("a") as file:
-        file.write('{"kind":"lo')
-    assert tail.read() == [first] and tail.read() == []
-    second = EventLog(path, "aaaa").emit("end")  # in the torn line
-    assert tail.read() == [second]
-    assert FileTail(path, path.stat().st_size).read() == []
 
 
 def test_jobs_that_run_here(tmp_path: Path) -> None:

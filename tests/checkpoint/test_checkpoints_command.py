@@ -113,20 +113,3 @@ def test_each_command_has_a_line(
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(tmp_path)]) == 1
     assert "nothing in" in capsys.readouterr().out
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["manifest.json", "rank0"])
-def test_what_is_no_file_is_not_waited_for(
-    name: str, folder: Path, where: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A pipe, to which nobody writes, would be waited for."""
-    path = folder / "step-0000000020" / name
-    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)):
-        path.unlink() if path.is_file() or path.is_fifo() else path.rmdir()
-        make(path)
-        assert main(["checkpoints", where]) == 0
-        printed = capsys.readouterr()
-        assert rows(printed.out)[20] in ("incomplete", "damaged"), printed.out
-        assert printed.out.splitlines()[-1] == "the next start of 'train.py --lr 0.1' continues from step 10"
-        assert not printed.err

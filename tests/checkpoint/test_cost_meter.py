@@ -29,20 +29,6 @@ def test_stall_and_slowdown_are_found_again() -> None:
     assert meter.cost.seconds == meter.cost.stall_s + meter.cost.slowdown_s
 
 
-def test_outliers_do_not_count() -> None:
-    """A validation epoch falls into one write, slow steps happen outside; writes cost nothing else."""
-    meter, draw = CostMeter(), random.Random(4)
-    for save in range(5):
-        trained(meter, 30, 0.1, draw)
-        meter.step(30.0)
-        meter.begun(save, 0.05)
-        trained(meter, 10, 0.1, draw)
-        if save == 2:
-            meter.step(60.0)
-        meter.durable(save, 1.0)
-    assert meter.cost is not None and meter.cost.slowdown_s < 0.1
-
-
 def test_what_is_not_known_yet() -> None:
     meter = CostMeter()
     assert meter.cost is None and meter.step_s == 0.0
@@ -55,24 +41,3 @@ def test_what_is_not_known_yet() -> None:
     meter.failed(20)
     meter.durable(20, 0.3)
     assert meter.cost == Cost(0.5, 0.0, 0.2), "only those that were written"
-
-
-def test_writes_at_the_same_time_share_the_slowdown() -> None:
-    meter, draw = CostMeter(), random.Random(5)
-    trained(meter, 50, 0.1, draw)
-    meter.begun(1, 0.0)
-    meter.begun(2, 0.0)
-    trained(meter, 10, 0.3, draw)
-    meter.durable(1, 3.0)
-    meter.durable(2, 3.0)
-    assert meter.cost is not None and meter.cost.slowdown_s == pytest.approx(1.0, rel=0.1)
-
-
-def test_only_the_last_checkpoints_count() -> None:
-    meter = CostMeter()
-    for save in range(20):
-        meter.begun(save, 1.0 if save < 15 else 0.1)
-        meter.durable(save, 1.0)
-    assert meter.cost is not None and meter.cost.stall_s == 0.1
-    with pytest.raises(ValueError, match="negative"):
-        Cost(-1.0)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shared_core.checkpoint.curve import KEPT, Curve, CurveFitter, Fit, fit_exponential
-
-CURVES = Path(__file__).resolve().parents[2] / "benchmarks" / "curves"
+from shared_core.checkpoint.curve import Curve, CurveFitter, Fit
 
 
 def fed(losses: Any, first: int = 1, fitter: CurveFitter | None = None) -> CurveFitter:
@@ -61,20 +57,6 @@ def test_a_curve_without_noise_is_found_again() -> None:
     assert true.slope(1000) == pytest.approx(number, rel=1e-5)
 
 
-def test_losses_come_in_portions_and_memory_stays_bounded() -> None:
-    true = Curve(0.5, 5.0, 0.4)
-    losses = noisy(true, 40_000, 3)
-    fitter = CurveFitter()
-    for first in range(0, 40_000, 777):
-        fed(losses[first : first + 777], first + 1, fitter)
-    assert len(fitter._steps) <= KEPT
-    curve, _ = fitted(fitter)
-    for step in (5_000, 40_000):
-        assert curve.slope(step) == pytest.approx(true.slope(step), rel=0.3)
-    fitter.feed([40_001, 40_002], [math.nan, math.inf])
-    assert fitter.fit().curve == curve, "what is not finite is left out"
-
-
 def test_too_few_losses_give_a_typical_curve() -> None:
     unseen = CurveFitter().fit()
     assert unseen.curve is not None and unseen.curve.slope(1) < 0 and "only 0 losses" in unseen.why
@@ -105,28 +87,6 @@ def test_a_new_piece_begins_when_the_driver_says_so() -> None:
     assert fitter.fit().curve == curve, "losses of an earlier piece are left out"
 
 
-def test_drift_begins_a_new_piece_and_noise_does_not() -> None:
-    true = Curve(1.0, 4.0, 0.5)
-    calm = noisy(true, 6000, 9)
-    fitter = CurveFitter()
-    for first in range(0, 6000, 500):
-        fed(calm[first : first + 500], first + 1, fitter)
-        fitter.fit()
-    assert fitter.restarts == []
-    fed(noisy(true, 7000, 10)[6000:] - 0.4, 6001, fitter)
-    fitter.fit()
-    assert len(fitter.restarts) == 1 and 5950 <= fitter.restarts[0][0] <= 6150
-    assert fitter.restarts[0][1] == "the loss has left the fitted curve"
-
-
-def test_coci_s_exponential() -> None:
-    steps = np.arange(1.0, 500.0)
-    found = fit_exponential(steps, np.exp(-0.004 * steps + 0.7))
-    assert found is not None
-    assert (found.decay, found.level) == (pytest.approx(-0.004), pytest.approx(0.7))
-    assert fit_exponential(steps, np.zeros(499)) is None
-
-
 def test_without_numpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -139,10 +99,3 @@ def test_without_numpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(builtins, "__import__", refuse)
     found = fitter.fit()
     assert found.curve is None and "pip install 'swift-recovery[all]'" in found.why
-
-
-@pytest.mark.parametrize("name", ["digits", "gpt2_constant", "gpt2_one_cycle"])
-def test_recorded_curves_have_a_fit_early_on(name: str) -> None:
-    losses = np.loadtxt(CURVES / f"{name}.csv", delimiter=",", skiprows=1)[:, 1]
-    curve, _ = fitted(fed(losses[:400]))
-    assert curve.loss(400) == pytest.approx(float(np.median(losses[350:450])), rel=0.15)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import multiprocessing
 import random
 from pathlib import Path
 
 import pytest
 
-from shared_core.checkpoint.history import SILENT_S, Hazard, Run, RunEnding, append, from_history, read
+from shared_core.checkpoint.history import SILENT_S, Hazard, Run, append, from_history, read
 from shared_core.errors import ConfigError
 
 
@@ -53,37 +51,6 @@ def test_damage_costs_only_the_damaged_lines(tmp_path: Path, capsys: pytest.Capt
         assert "1 of 4 lines cannot be read and are passed over" in capsys.readouterr().err
 
 
-def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    append(path, Run("a", time=1.0))
-    with path.open("ab") as file:
-        file.write(b'{"name": "b", "en')  # the machine went down
-    append(path, Run("c", time=1.0))
-    found = read(path, now=2.0)
-    assert [run.name for run in found] == ["a", "c"]
-
-
-def _append_many(path: Path, name: str) -> None:
-    for number in range(200):
-        append(path, Run(name, useful_s=number, group="x" * 500, time=1.0))
-
-
-def test_several_jobs_write_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "runs.jsonl"
-    context = multiprocessing.get_context("fork")
-    jobs = [context.Process(target=_append_many, args=(path, f"job{number}")) for number in range(3)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(60)
-        assert job.exitcode == 0
-    found = read(path, now=2.0)
-    assert all(run.useful_s == 199 for run in found) and len(found) == 3
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
-    assert [sum(line["name"] == f"job{number}" for line in lines) for number in range(3)] == [200] * 3
-    assert [line["useful_s"] for line in lines if line["name"] == "job1"] == list(range(200)), "in order, none mixed"
-
-
 def test_a_wrong_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="completed, stopped, killed, not 'died'"):
         Run("a", "died")
@@ -103,31 +70,6 @@ def test_ends_are_estimated() -> None:
         assert found.rate(at) == pytest.approx(1e-3, rel=0.4)
     assert math.exp(-found.cumulative(1000.0)) == pytest.approx(0.37, abs=0.05)
     assert found.abrupt == pytest.approx(1 / 3, abs=0.06)
-
-
-def test_a_rising_hazard_is_seen() -> None:
-    """Nobody ends in the first 500 s, and then all within 100 s."""
-    found = from_history([Run(str(number), "stopped", 500.0 + number) for number in range(100)])
-    assert found is not None and found.rate(550.0) > 20 * found.rate(100.0)
-
-
-def test_priors() -> None:
-    assert from_history([]) is None and from_history([Run("a")]) is None
-    one = from_history([Run("a", "completed", 1000.0)])
-    assert one is not None and one.abrupt == 0.0 and 0 < one.rate(0.0) < 1e-3
-    killed = from_history([Run("a", "killed", 1000.0)])
-    assert killed is not None and killed.abrupt == pytest.approx(1 / 3), "two graceful ends are the prior"
-    running = from_history([Run("a", "running", 1000.0), Run("b", "killed", 1000.0)])
-    assert running is not None and running.rate(0.0) < killed.rate(0.0), "a run that continues counts as exposure"
-
-
-def test_a_law_of_ends() -> None:
-    law = RunEnding((0.0, 100.0, 200.0), (0.0, 0.01, 0.0), 0.5)
-    assert [law.rate(at) for at in (0.0, 99.0, 100.0, 250.0)] == [0.0, 0.0, 0.01, 0.0]
-    assert (law.cumulative(50.0), law.cumulative(150.0), law.cumulative(1e9)) == (0.0, 0.5, 1.0)
-    for wrong in (((1.0,), (0.1,), 0.5), ((0.0,), (-0.1,), 0.5), ((0.0,), (0.1,), 1.5), ((0.0,), (), 0.5)):
-        with pytest.raises(ValueError):
-            RunEnding(*wrong)
 
 
 def test_the_hazard_is_learned_over_scales() -> None:

@@ -5,31 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_tools import finish, run_writer, snapshot, writing
-from harness import until
+from checkpoint_tools import run_writer, snapshot
 
-from shared_core.checkpoint import lineage, store
+from shared_core.checkpoint import lineage
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.lineage import Contents, candidates, contents, folder_of, next_start, to_adopt
 from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.verdict import sentence, verdict
 
 ROOT = Path(__file__).parents[2]
-#: What a start of a command passes over, as another user; that user may not be able to read this Python.
-AS_OTHER = """
-import os, sys
-from shared_core.checkpoint import lineage
-lineage.contents("/nowhere")
-os.setuid(10001)
-for each in lineage.read(sys.argv[1], sys.argv[2]).unusable(sys.argv[2]):
-    print(each)
-"""
 A, B = (Command.of("/home/me/train.py", ["--lr", rate], "script") for rate in ("0.1", "0.2"))
 EARLY, LATE = "20260101T000000-00000a", "20260102T000000-00000b"
 
@@ -104,27 +92,6 @@ def test_the_same_steps_of_another_command_stay_as_they_are(where: Path) -> None
     assert (next_of(where, A), next_of(where, B)) == (20, 25)
 
 
-def test_two_commands_write_at_the_same_time(where: Path, tmp_path: Path) -> None:
-    """One waits in the middle of a file while the other commits, prunes and marks its end."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    slow, fast = Spool(tmp_path / "slow"), Spool(tmp_path / "fast")
-    with (
-        writing(slow, program="import gated", env={"GATE": str(gate)}) as writer,
-        open(os.open(gate, os.O_RDWR), "wb", buffering=0) as opened,
-    ):
-        snapshot(slow, 10, f"gated://{folder_of(str(where), A, LATE)}", **of(A, LATE))
-        until(lambda: slow.status().writing == 10, "the first write")
-        for step in (10, 20, 30):
-            snapshot(fast, step, folder_of(str(where), B, EARLY), **of(B, EARLY))
-            assert run_writer(fast) == (0, [])
-        lineage.mark_ended(folder_of(str(where), B, EARLY), 30)
-        opened.write(bytes(20))  # as many as files will be written, and more
-        assert finish(writer) == (0, [])
-    assert next_of(where, A) == 10
-    assert [each.step for each in contents(where, B.key).saved] == [20, 30]
-
-
 RUNS = {
     "one": ([EARLY], [], [EARLY]),
     "it has ended": ([EARLY], [EARLY], []),
@@ -137,12 +104,6 @@ RUNS = {
 def test_which_runs_the_next_start_may_continue_with(name: str) -> None:
     runs, ended, wanted = RUNS[name]
     assert [run for run in runs if Contents(ended={"x": frozenset(ended)}).continues(run, "x")] == wanted
-
-
-def test_the_newest_run_comes_first_however_far_an_earlier_one_had_got(where: Path) -> None:
-    save(where, A, EARLY, 100)
-    save(where, A, LATE, 10, 20)
-    assert [each.step for each in candidates(contents(where), A.key)] == [20, 10, 100]
 
 
 def test_what_ended_runs_of_the_same_command_have_left_goes_once_there_are_two_others(where: Path) -> None:
@@ -204,13 +165,6 @@ def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spoo
     assert "nothing is lost" in said and "swiftctl checkpoints nonsense://x" in said
 
 
-def test_a_manifest_says_when_it_was_committed(where: Path) -> None:
-    save(where, A, EARLY, 10)
-    (found,) = contents(where).saved
-    assert found.time > 0
-    assert store.step_of(found.folder) == 10 and store.step_of("other") is None
-
-
 # -- clocks, and what cannot be used ----------------------------------------------------------------------------------
 
 
@@ -246,19 +200,3 @@ def test_what_cannot_be_read_is_passed_over_and_named(where: Path) -> None:
     assert "ends with an error: none of its checkpoints is whole; with checkpoint.resume='never'" in following
     lineage.mark_ended(folder_of(str(where), A, EARLY), 20)
     assert not contents(where, A.key).unusable(A.key), "the next start would not have looked at it"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
-@pytest.mark.parametrize("what", ["the run", "a step", "all"])
-def test_a_folder_that_this_user_may_not_read_is_passed_over_and_named(what: str, where: Path) -> None:
-    save(where, A, EARLY, 10)
-    run = Path(folder_of(str(where), A, EARLY))
-    for path in (where.parent, where, run):
-        path.chmod(0o755)
-    shut = {"the run": run, "a step": run / "step-0000000010", "all": where}[what]
-    shut.chmod(0o700)
-    words = [sys.executable, "-c", AS_OTHER, str(where), A.key]
-    result = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert result.stdout.splitlines() == [f"checkpoint {shut} is passed over: it cannot be read (Permission denied)"], (
-        result.stderr
-    )

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer, lr_scheduler
 
-from shared_core.checkpoint import history
-from shared_core.checkpoint.curve import STEADY, Pieces
-from shared_core.checkpoint.history import Run
+from shared_core.checkpoint.curve import Pieces
 from shared_core.config import SwiftConfig
 from shared_core.worker.checkpoints.pricing import Pricing
 
@@ -65,27 +63,6 @@ def test_jumps_begin_a_piece_each() -> None:
     assert told(made, by_epoch) == [70], "one group alone"
 
 
-def test_a_group_that_is_added_and_a_rate_that_begins_at_zero() -> None:
-    watched = Pieces()
-    assert not any(watched.at_boundary(boundary, boundary, [0.1]) for boundary in range(40))
-    assert watched.at_boundary(40, 40, [0.1, 0.1]) == "2 parameter groups instead of 1"
-    assert not any(watched.at_boundary(boundary, boundary, [0.1, 0.0]) for boundary in range(41, 45 + STEADY))
-    assert watched.at_boundary(100, 100, [0.1, 0.2]) == "the learning rate is 0.2 after 0"
-
-
-def test_another_number_of_batches_an_update() -> None:
-    """Two of them, then four from batch 40 on; every 12th boundary ends an epoch, where the last update has fewer."""
-    watched, version, found = Pieces(), 0, []
-    due = 2
-    for boundary in range(100):
-        if why := watched.at_boundary(boundary, version, [0.1]):
-            found.append((boundary, why))
-        due -= 1
-        if not due or (boundary > 45 and boundary % 27 == 0):
-            version, due = version + 1, 2 if boundary < 40 else 4
-    assert len(found) == 1 and 44 <= found[0][0] <= 52 and found[0][1] == "an update takes 4 batches instead of 2"
-
-
 def priced(folder: Path, workers: int, **options: object) -> Pricing:
     return Pricing(SwiftConfig.from_dict({"checkpoint.dir": str(folder), **options}), workers, "train.py")
 
@@ -104,31 +81,3 @@ def test_rank_0_tells_the_fit(tmp_path: Path) -> None:
     for each in (again, fewer):
         each.restore(pricing.capture())
     assert again._fitter.restarts == [] and fewer._fitter.restarts == [(400, "3 workers instead of 4")]
-
-
-def test_which_rule_holds_is_said_once_and_when_it_changes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "runs.jsonl"
-
-    def lines(pricing: Pricing) -> list[str]:
-        made = optimizer()
-        for boundary in range(1, 60):
-            pricing.step(boundary, 0.0, boundary, [made])
-            if pricing.due(boundary):
-                pricing.begun(boundary, 0.001, True)
-                pricing.heed(boundary, -1)
-        return [line for line in capfd.readouterr().err.splitlines() if "checkpoints follow" in line]
-
-    (line,) = lines(priced(tmp_path, 4))
-    assert "Young's rule" in line and "no job history and no price" in line
-    assert lines(priced(tmp_path, 4, **{"checkpoint.policy": "young"})) == [], "as its name says"
-    history.append(path, Run("before", "killed", 1000.0, 4000.0, {}, "train.py"))
-    pricing = priced(tmp_path, 4, **{"checkpoint.history": str(path)})
-    (line,) = lines(pricing)
-    assert "value's own rule" in line
-    monkeypatch.setattr(pricing, "_ending", None)
-    assert lines(pricing) == [], "not more often than every ten minutes"
-    monkeypatch.setattr(pricing, "_rule_said", -math.inf)
-    (line,) = lines(pricing)
-    assert "Young's rule" in line

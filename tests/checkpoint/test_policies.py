@@ -7,12 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from best_placement import waste
 from scipy.special import lambertw
 
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
-from shared_core.checkpoint.history import Hazard, RunEnding
+from shared_core.checkpoint.history import RunEnding
 from shared_core.checkpoint.policy import (
     POLICIES,
     CheckFreq,
@@ -33,7 +32,6 @@ from shared_core.checkpoint.policy import (
     grown,
     literal_step,
     make_policy,
-    price_of_delay,
     young,
 )
 from shared_core.errors import ConfigError
@@ -66,6 +64,11 @@ def interval_of(policy: Policy, saved_s: float = 0.0, **known: object) -> float:
         middle = (low + high) // 2
         low, high = (low, middle) if due(middle) else (middle, high)
     return high * step_s
+
+
+def waste(interval_s: float, cost_s: float, hazard: float) -> float:
+    """Expected time over useful time, less 1, under failures without memory (Daly 2006)."""
+    return math.expm1(hazard * (interval_s + cost_s)) / (hazard * interval_s) - 1
 
 
 class Falling:
@@ -142,47 +145,6 @@ def test_a_falling_exponential_with_abrupt_ends_is_spaced_evenly(abrupt: float) 
         assert found == pytest.approx(wanted, rel=0.01)
 
 
-def test_a_power_law_with_abrupt_ends_is_dense_early() -> None:
-    known = {"curve": Curve(0.0, 1.0, 0.7, 1000.0), "ending": RunEnding.constant(1e-4, 1.0)}
-    found = [interval_of(Value(), saved_s, **known) for saved_s in (0.0, 100.0, 1000.0, 10_000.0)]
-    assert found == sorted(found) and found[0] < 0.5 * found[-1] < 0.5 * young(0.5, 1e-4)
-
-
-def test_the_price_of_delay_is_the_expected_slope_at_the_end() -> None:
-    """``mu a / (mu + a) e^(-a t)`` for an exponential without a planned end; at the planned end the slope there."""
-    rate, ends = 3e-3, 1e-3
-    now = Situation(50_000, 500.0, 0, 0.0, 0.01, 1e-4, Cost(1.0))
-    wanted = rate * ends / (rate + ends) * math.exp(-rate * 500)
-    assert price_of_delay(Falling(rate), RunEnding.constant(ends, 1.0), now) == pytest.approx(wanted, rel=0.01)
-    late = replace(now, horizon_s=900.0)
-    wanted = rate * math.exp(-rate * 900)
-    assert price_of_delay(Falling(rate), RunEnding.constant(0.0, 1.0), late) == pytest.approx(wanted, rel=1e-6)
-    assert price_of_delay(Falling(rate), RunEnding.constant(ends, 1.0), replace(now, horizon_s=400.0)) == pytest.approx(
-        rate * math.exp(-rate * 500), rel=1e-6
-    )
-
-
-def test_at_a_price_intervals_grow_as_progress_gets_slower() -> None:
-    """Research 3.2: with the price well above the stall, ``n ~ sqrt(lambda w)``."""
-    rate, price = 1e-3, 1.0
-    known = {"curve": Falling(rate), "ending": RunEnding.constant(1e-5, 0.0), "hazard": 1e-3, "cost": Cost(1e-6)}
-    policy = Value(price, Guards(max_overhead=1e9, longest=1e9))
-    early, late = (interval_of(policy, saved_s, **known) for saved_s in (0.0, 2000.0))
-    assert late / early == pytest.approx(math.sqrt(math.exp(rate * (2000 + late - early))), rel=0.02)
-
-
-def test_more_workers_shorten_the_interval_by_their_root() -> None:
-    hazard = Hazard(3, 1e7)
-    few, many = (interval_of(Value(guards=FREE), hazard=hazard.mean(count)) for count in (2, 8))
-    assert few / many == pytest.approx(2.0, rel=1e-3)
-
-
-def test_a_weibull_hazard_governs_the_density_by_its_root() -> None:
-    """Ling, Mi, Lin 2001: the frequency goes with the root of the hazard, here with shape 3 at t and 4 t."""
-    first, then = (interval_of(Value(guards=FREE), hazard=1e-6 * at**2) for at in (1, 4))
-    assert first / then == pytest.approx(4.0, rel=1e-3)
-
-
 def test_risk_is_kept_when_the_hazard_changes() -> None:
     """100 s at 1e-4, then 10 times as much: the expected rework adds up, and the policy looks at the sum."""
     rework = grown(grown(0.0, 1e-4, 0.0, 100.0), 1e-3, 100.0, 50.0)
@@ -253,14 +215,6 @@ def test_coci_s_theorem_for_data_parallel_jobs() -> None:
         observed = speedup * workers * theta / 60
         assert literal_step(observed / workers, cost * 60, rate / 60, workers) == pytest.approx(wanted, rel=1e-12)
     assert literal_step(theta / 60, cost * 60, 0.0, 4) == math.inf
-
-
-def test_coci_literal_follows_the_theorem_of_its_number_of_workers() -> None:
-    fit = Exponential(-1e-5, 0.0)  # of a step of 0.01 s: -1e-3 a second, of all workers
-    for workers in (1, 4):
-        wanted = literal_step(-1e-3 / workers, 0.05, 1e-3, workers)
-        found = interval_of(CociLiteral(), exponential=fit, hazard=1e-3, cost=Cost(0.05), workers=workers)
-        assert 1 - fit.loss(found * 100) == pytest.approx(wanted, rel=0.01)
 
 
 def test_coci_makes_checkpoints_at_equal_progress() -> None:

@@ -91,16 +91,6 @@ def test_a_lease_that_is_just_written_is_not_free(where: Path, monkeypatch: pyte
     first.renew()
 
 
-def test_a_lease_that_cannot_be_read_ends_as_any_other(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "LEASE_S", 1.0)
-    where.mkdir()
-    (where / FILE).write_text("{")
-    lock = RunLock(open_storage(f"local://{where}"), "a")
-    with pytest.raises(RunInUse, match="another job writes to"):
-        lock.take()
-    lock.take(0.1)
-
-
 def test_a_killed_job_holds_nothing(run: str) -> None:
     with holder(run, "a") as first:
         first.send_signal(signal.SIGKILL)
@@ -166,13 +156,3 @@ def test_a_writer_does_not_write_to_another_job_s_run(run: str, where: Path, spo
         until(lambda: steps_of(where) == [10], "step 10")
         code, said = finish(writer)
     assert code == 0 and len(said) == 2 and f"process {first.pid}" in said[0] and "can be written again" in said[1]
-
-
-def test_a_writer_holds_what_its_job_has_claimed(run: str, spool: Spool) -> None:
-    """Before the first snapshot, and whoever claimed it is gone."""
-    spool.claim(run, "a")
-    with writing(spool):
-        file = Path(run.removeprefix("local://")) / FILE
-        until(lambda: file.exists() and '"owner": "a"' in file.read_text(), "the writer to take it")
-        with pytest.raises(RunInUse):
-            RunLock(open_storage(run), "b").take()

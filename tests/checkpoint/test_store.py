@@ -5,11 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,25 +41,11 @@ def test_round_trip(tmp_path: Path) -> None:
     assert temporaries(tmp_path) == []
 
 
-def test_an_empty_part_and_an_absent_folder(tmp_path: Path) -> None:
-    assert newest(tmp_path / "nothing") is None
-    digest = write_part(tmp_path / "new" / "deeper", 0, "empty", b"")
-    made = commit(tmp_path / "new" / "deeper", 0, {"empty": digest}, {"world_size": WORLD})
-    assert read_part(made, "empty") == b""
-
-
 def test_the_newest_by_step_is_taken_not_the_last_written(tmp_path: Path) -> None:
     save(tmp_path, 100)
     save(tmp_path, 20)
     found = newest(tmp_path)
     assert found is not None and found.step == 100
-
-
-def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
-    save(tmp_path, 5, size=10)
-    save(tmp_path, 5, size=20)
-    found = newest(tmp_path)
-    assert found is not None and len(read_part(found, "rank0.bin")) == 40
 
 
 def truncate(root: Path) -> None:
@@ -126,23 +108,11 @@ def test_a_part_is_verified_when_it_is_read(tmp_path: Path) -> None:
         read_part(made, "rank1.bin")
 
 
-def test_commit_refuses_a_part_that_was_never_written(tmp_path: Path) -> None:
-    digest = write_part(tmp_path, 3, "rank0.bin", b"x")
-    with pytest.raises(CorruptFile, match="rank1.bin was never written"):
-        commit(tmp_path, 3, {"rank0.bin": digest, "rank1.bin": digest}, {"world_size": WORLD})
-    assert newest(tmp_path) is None
-
-
 @pytest.mark.parametrize("name", ["../escape", "a/b", "", ".hidden", "manifest.json"])
 def test_names_that_are_no_plain_file_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="part name"):
         write_part(tmp_path, 1, name, b"x")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_negative_steps_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="negative"):
-        write_part(tmp_path, -1, "a", b"x")
 
 
 def test_prune_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
@@ -174,115 +144,10 @@ def test_another_jobs_checkpoints_neither_go_nor_count(tmp_path: Path) -> None:
     assert [found.step for found in committed(tmp_path)] == [6, 9, 30, 40]
 
 
-def test_prune_removes_nothing_before_the_first_commit(tmp_path: Path) -> None:
-    write_part(tmp_path, 1, "rank0.bin", b"x")
-    assert prune(tmp_path) == []
-    assert (tmp_path / "step-0000000001").is_dir()
-
-
-WRITER = """
-import sys
-from shared_core.checkpoint.store import commit, copy_part
-root, size = sys.argv[1], int(sys.argv[2])
-step = 20
-while True:
-    digest = copy_part(root, step, "rank0.bin", [bytes(size)], size)
-    other = copy_part(root, step, "rank1.bin", [b"b"], 1)
-    commit(root, step, {"rank0.bin": digest, "rank1.bin": other}, {"world_size": 2})
-    step += 10
-"""
-
-
-@pytest.mark.parametrize("moment", ["part", "between"])
-def test_kill_while_a_checkpoint_is_written(moment: str, tmp_path: Path) -> None:
-    """SIGKILL during the first part's write, or between the parts: the checkpoint before it is found, whole."""
-    save(tmp_path, 10)
-    size = 16 << 20 if moment == "part" else 1 << 20
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(size)])
-
-    def in_the_act(folder: Path) -> bool:
-        names = os.listdir(folder) if folder.is_dir() else []
-        if moment == "part":
-            return any(name.startswith(".tmp-rank0.bin") for name in names)
-        return "rank0.bin" in names and "manifest.json" not in names
-
-    step = 20
-    try:
-        while True:
-            folder = tmp_path / f"step-{step:010d}"
-            if in_the_act(folder):
-                # Stopped first, so that what is seen next is what the kill finds.
-                os.kill(writer.pid, signal.SIGSTOP)
-                os.waitpid(writer.pid, os.WUNTRACED)
-                if in_the_act(folder):
-                    break
-                os.kill(writer.pid, signal.SIGCONT)
-            step += 10 * (folder / "manifest.json").exists()
-            assert writer.poll() is None
-    finally:
-        writer.kill()
-    assert writer.wait() == -signal.SIGKILL
-    found = newest(tmp_path)
-    assert found is not None and found.step == step - 10
-    assert read_part(found, "rank1.bin") == (bytes([10, 1]) * 1000 if found.step == 10 else b"b")
-    save(tmp_path, step + 10)
-    prune(tmp_path, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step + 10:010d}"]
-    assert temporaries(tmp_path) == []
-
-
-FULL = """
-import resource, sys
-from shared_core.checkpoint.store import copy_part
-from shared_core.errors import StorageFull
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    copy_part(sys.argv[1], 20, "rank0.bin", [bytes(1_000_000)], 1_000_000)
-except StorageFull as error:
-    print(error)
-"""
-
-
-def test_limit_on_file_size(tmp_path: Path) -> None:
-    before = save(tmp_path, 10)
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 0
-    result = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "no room to write 1000000 bytes" in result.stdout
-    assert temporaries(tmp_path) == []
-    assert newest(tmp_path) == before
-
-
 def test_the_manifest_is_json_that_a_person_can_read(tmp_path: Path) -> None:
     made = save(tmp_path, 7)
     sealed = json.loads((made.path / "manifest.json").read_text())
     assert json.loads(sealed["manifest"])["parts"] == dict(made.parts)
-
-
-def test_a_part_that_has_grown_is_refused_by_its_size(tmp_path: Path) -> None:
-    """Sparse, and larger than the memory that the reader may have."""
-    digest = write_part(tmp_path, 10, "rank0", b"x")
-    commit(tmp_path, 10, {"rank0": digest}, {"world_size": 1}, {"rank0": 1})
-    os.truncate(tmp_path / "step-0000000010" / "rank0", 3 << 30)
-    result = subprocess.run([sys.executable, "-c", READER, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "CorruptFile" in result.stdout and "is larger than the 1 bytes that were written" in result.stdout
-
-
-READER = """
-import resource, sys
-from shared_core.checkpoint import store
-resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)
-try:
-    store.read_part(store.load_manifest(sys.argv[1], 10), "rank0")
-except BaseException as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_a_manifest_that_has_grown_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    os.truncate(tmp_path / "step-0000000010" / "manifest.json", 60 << 30)
-    (found,) = survey(tmp_path)
-    assert found.state == "damaged" and "more than" in found.reason
 
 
 def test_no_link_is_followed(tmp_path: Path) -> None:

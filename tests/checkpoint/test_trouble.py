@@ -29,7 +29,7 @@ from shared_core.checkpoint import store
 from shared_core.checkpoint.snapshots import MOST, Snapshots
 from shared_core.checkpoint.spool import Spool, Target, available_memory
 from shared_core.checkpoint.storage import LocalStorage, UrlStorage, open_storage
-from shared_core.errors import ConfigError, MissingExtra
+from shared_core.errors import MissingExtra
 from shared_core.faults import Fault
 
 
@@ -84,18 +84,6 @@ def limited() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_limit_on_the_size_of_files(spool: Spool, where: Path) -> None:
-    snapshot(spool, 10, where)
-    assert run_writer(spool) == (0, [])
-    snapshot(spool, 20, where, size=200_000)
-    code, said = run_writer(spool, prepare=limited)
-    assert code == 0 and len(said) == 1 and "no room to write 200" in said[0]
-    check(newest(where), 10)
-    assert not list(where.rglob(".tmp-*")) and not (where / "step-0000000020").exists()
-    assert run_writer(spool) == (0, [])  # without the limit
-    check(newest(where), 20, size=200_000)
-
-
 def test_quota(spool: Spool, where: Path) -> None:
     """First there is room for three, then for two only, then not even for one beside the other."""
     size = 2 * len(payload(0, 0, 50_000)) + 2000
@@ -133,13 +121,7 @@ def test_read_only(read_only: Path, spool: Spool) -> None:
     assert len(said) == 1 and f"{read_only} cannot be written to" in said[0]
 
 
-def test_a_folder_in_whose_place_a_file_stands(spool: Spool, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    said = failing(spool, tmp_path / "file", range(10, 40, 10), "error")
-    assert len(said) == 1 and "no checkpoint of step 10" in said[0]
-
-
-@pytest.mark.parametrize("nth", [2, 5, 9, 14])
+@pytest.mark.parametrize("nth", [2, 9])
 def test_removed_while_it_is_written(nth: int, spool: Spool, where: Path) -> None:
     """The user removes the whole folder between two operations: that checkpoint is written again."""
     snapshot(spool, 10, where)
@@ -209,24 +191,6 @@ def test_no_memory(spool: Spool, where: Path, monkeypatch: pytest.MonkeyPatch) -
     assert spool.newest_complete() == 3
 
 
-def test_memory_file_system_is_full(small_device: Path, where: Path) -> None:
-    """It fills up while the thread copies: nothing torn is left, and the one before stays."""
-    import torch
-
-    spool, said = Spool(small_device / "checkpoints"), []
-    snapshots = Snapshots(spool, 0, 1, [0], None, said.append)
-    tensors = {"a": torch.zeros(25_000)}
-    assert snapshots.take(1, {}, {"a.safetensors": (tensors, {})}, {})
-    snapshots.fence()
-    (small_device / "filler").write_bytes(bytes(20_000))
-    spool.check_room = lambda nbytes: None  # type: ignore[method-assign]  # another program takes the room after it
-    assert snapshots.take(2, {}, {"a.safetensors": ({"a": torch.zeros(40_000)}, {})}, {})
-    snapshots.fence()
-    assert len(said) == 1 and "no room in memory for 160" in said[0]
-    assert spool.newest_complete() == 1 and spool.parts(2) == {}
-    assert not list((spool.folder / "attempt0/step-0000000002").glob(".*"))
-
-
 def test_urls(spool: Spool, where: Path) -> None:
     """``file://`` is a folder; ``local://`` is fsspec's way to the same."""
     url = f"local://{where}"
@@ -241,20 +205,9 @@ def test_urls(spool: Spool, where: Path) -> None:
     assert newest(f"{url}/nothing") is None
 
 
-def test_kinds_of_urls_that_nobody_knows() -> None:
-    with pytest.raises(ConfigError, match="checkpoint.dir='nonsense://x'"):
-        open_storage("nonsense://x")
-
-
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(MissingExtra, match=r"need fsspec: pip install 'swift-recovery\[all\]'"):
-        open_storage("s3://bucket/run")
-
-
-def test_a_missing_package_of_fsspec_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(MissingExtra, match="s3fs"):
         open_storage("s3://bucket/run")
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,9 @@ from checkpoint_tools import (
 )
 from harness import until
 
-from shared_core.checkpoint import writer as writer_module
 from shared_core.checkpoint.spool import BELL, Spool
-from shared_core.checkpoint.store import survey
 from shared_core.errors import CorruptFile
-from shared_core.events import EventLog, read_events
+from shared_core.events import read_events
 from shared_core.faults import ANY_STEP, Fault
 
 
@@ -53,25 +50,6 @@ def test_it_makes_no_folder_for_a_job_that_is_gone(tmp_path: Path) -> None:
     """Its agent was killed, and the next one has swept the folder: one made now would stay for ever."""
     assert run_writer(Spool(tmp_path / "gone" / "checkpoints")) == (0, [])
     assert not (tmp_path / "gone").exists()
-
-
-class Vanishing(Spool):
-    """The folder of a job that is removed between two looks at it."""
-
-    def all_attempts(self) -> Iterator[Spool]:
-        return iter([self])
-
-    def newest_complete(self) -> int | None:
-        step = super().newest_complete()
-        shutil.rmtree(self.folder)
-        return step
-
-
-def test_its_end_where_the_folder_vanishes_meanwhile(spool: Spool, where: Path) -> None:
-    snapshot(spool, 10, where, ranks=[0])
-    writer = writer_module.CheckpointWriter(Vanishing(spool.folder), EventLog(None))
-    writer.say_last()
-    assert not spool.folder.exists() and not where.exists()
 
 
 def test_it_ends_at_once_where_its_folder_has_gone(spool: Spool, where: Path) -> None:
@@ -103,13 +81,6 @@ def test_a_part_that_one_rank_never_sealed_is_not_waited_for(spool: Spool, where
     snapshot(spool, 20, where)
     assert run_writer(spool) == (0, [])
     check(newest(where), 20)
-    assert spool.steps() == [20]
-
-
-def test_memory_only(spool: Spool) -> None:
-    for step in (10, 20):
-        snapshot(spool, step, None)
-        assert run_writer(spool) == (0, [])
     assert spool.steps() == [20]
 
 
@@ -183,19 +154,6 @@ def damage(how: str, path: Path, other: Path) -> None:
         path.unlink()
     else:
         shutil.copy(other, path)
-
-
-@pytest.mark.parametrize(
-    ("name", "how"), [("rank0", "of another step"), ("manifest.json", "of another step"), ("rank0.done", "flip last")]
-)
-def test_damage_to_every_file(name: str, how: str, spool: Spool, where: Path) -> None:
-    """A damaged or mixed checkpoint is never taken; a mark that is damaged after the commit says nothing any more."""
-    for step in (10, 20):
-        snapshot(spool, step, where)
-        assert run_writer(spool) == (0, [])
-    damage(how, where / "step-0000000020" / name, where / "step-0000000010" / name)
-    check(newest(where), 20 if name.endswith(".done") else 10)
-    assert [one.state == "valid" for one in survey(where)] == [True, name.endswith(".done")]
 
 
 @pytest.mark.parametrize("how", ["flip last", "gone", "of another step"])
@@ -292,29 +250,6 @@ def test_an_attempt_that_another_has_followed_is_not_waited_for(tmp_path: Path, 
     check(newest(where), 20)
 
 
-def test_what_is_not_waited_for_any_more_is_committed_by_a_slower_machine(tmp_path: Path, where: Path) -> None:
-    spools = [Spool(tmp_path / name) for name in "ab"]
-    again = [Spool(each.folder, 1) for each in spools]
-    with (
-        writing(spools[0]) as first,
-        writing(spools[1], faults=[Fault(0, 10, "checkpoint.file", "SIGSTOP", 2)]) as slow,
-    ):
-        for rank, spool in enumerate(spools):
-            snapshot(spool, 10, where, ranks=[rank])
-        until(lambda: _state(slow.pid) == "T", "the second writer to stop")
-        until((where / "step-0000000010/rank0.done").exists, "the first machine's part of step 10")
-        snapshot(again[0], 20, where, ranks=[0])
-        until((where / "step-0000000020/rank0.done").exists, "the first machine's part of step 20")
-        assert newest(where) is None
-        os.kill(slow.pid, signal.SIGCONT)
-        assert spools[1].wait_committed(10, 20.0)
-        check(newest(where), 10)
-        snapshot(again[1], 20, where, ranks=[1])
-        assert all(spool.wait_committed(20, 20.0) for spool in again)
-        assert finish(first) == (0, []) and finish(slow) == (0, [])
-    check(newest(where), 20)
-
-
 @pytest.mark.parametrize(("short", "begun"), [(1, False), (1, True)])
 def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
     short: int, begun: bool, tmp_path: Path, where: Path
@@ -347,17 +282,6 @@ def test_ranks_without_which_the_job_ends_are_not_waited_for(here: int, tmp_path
         snapshot(spool, 10, where, ranks=[here])
         assert finish(writer, absent=str(1 - here)) == (0, [])
     assert spool.status().failed == 10 and spool.status().cause == "incomplete"
-
-
-def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other machine ends without ever choosing the step, or without its part of it."""
-    monkeypatch.setattr(writer_module, "MAX_WAIT_S", 0.2)
-    for rank in (1, 0):
-        spool = Spool(tmp_path / str(rank))
-        snapshot(spool, 10, where, ranks=[rank])
-        assert run_writer(spool) == (0, [])
-        assert spool.status().failed == 10 and spool.status().cause == "incomplete"
-        assert newest(where) is None
 
 
 def test_its_end_waits_for_the_last_write_but_not_longer_than_the_grace(spool: Spool, where: Path) -> None:

@@ -13,7 +13,6 @@ from util import start, start_command
 
 from shared_core.cli.job_options import build_config, check_folders
 from shared_core.cli.swiftrun import parse_args
-from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
 from shared_core.handover import srun_tasks
 from shared_core.watch.server import DashboardServer
@@ -28,21 +27,6 @@ def test_a_variable_of_the_scheduler_that_is_no_number(value: str, monkeypatch: 
         srun_tasks()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "")
     assert srun_tasks() == 1
-
-
-@pytest.mark.parametrize("options", [[1], None])
-def test_options_that_are_no_mapping(options: object) -> None:
-    for take in (SwiftConfig.from_dict, SwiftConfig().merged):
-        with pytest.raises(ConfigError, match="options must be a mapping of names to values, not"):
-            take(options)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("content", ["[1]", "", "!!python/object:os.system x", "\xff", "{"])
-@pytest.mark.parametrize("name", ["o.json", "o.yaml"])
-def test_files_of_options_that_hold_none(content: str, name: str, tmp_path: Path) -> None:
-    (path := tmp_path / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ConfigError):
-        SwiftConfig.from_file(path)
 
 
 @pytest.mark.parametrize("run_id", [LONG, "../x", "a\n[swift] done"])
@@ -65,21 +49,6 @@ def test_a_folder_whose_name_is_too_long(option: str, tmp_path: Path) -> None:
     args = parse_args([option, str(tmp_path / LONG), "x.py"])
     with pytest.raises(ConfigError, match="is too long"):
         check_folders(args, build_config(args))
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "says"),
-    [
-        (["--rdzv-id", LONG], {}, "folders are named after it"),
-        pytest.param(["--log-dir", LONG], {}, "is too long", marks=pytest.mark.nightly),
-    ],
-    ids=["rdzv-id", "log-dir"],
-)
-def test_swiftrun_says_it_in_a_line(words: list[str], env: dict[str, str], says: str, tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("")
-    command = [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0", *words, "job.py"]
-    job = start_command(tmp_path, command, env).finish()
-    assert job.code == 2 and job.stderr.count("\n") == 1 and says in job.stderr, job.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount small devices")

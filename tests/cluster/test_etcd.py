@@ -77,28 +77,6 @@ def test_who_knows_the_newest_value_replaces_it(tmp_path: Path) -> None:
             register.change(lambda old: old)
 
 
-@needs_etcd
-def test_etcd_starts_again(tmp_path: Path) -> None:
-    """With its data all continues; without them as at the beginning, with no lease of an earlier life."""
-    with Etcd(tmp_path) as one:
-        store = backend(one.endpoints)
-        stored = store.set_state(b"one")
-        assert stored is not None
-        one.members[0].kill()
-        with pytest.raises(RendezvousConnectionError, match=f"http://{one.endpoints}: .*refused"):
-            store.get_state()
-        one.restart()
-        assert store.get_state() == stored[:2]
-        newer = store.set_state(b"two", stored[1])
-        assert newer is not None and newer[2]
-        one.members[0].kill()
-        shutil.rmtree(tmp_path / "m0")
-        one.restart()
-        assert store.get_state() is None
-        stored = store.set_state(b"three")
-        assert stored is not None and stored[2]
-
-
 @contextmanager
 def deaf(target: str) -> Iterator[str]:
     """A proxy that passes one request on and loses the answer; then it answers nobody."""

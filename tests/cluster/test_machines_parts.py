@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shared_core.errors import ConfigError, DamagedRecord
+from shared_core.errors import ConfigError
 from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import Ledger
-from shared_core.launcher.mirror import MirrorServer, fetch
+from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, survivor_group_key
 from shared_core.protocol.mirroring import keeper
 from shared_core.protocol.resizing import reassign
 from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.worker_env import Resized
-from shared_core.system.secret import leave
 from shared_core.system.wire import place_of
 from shared_core.transport.store import MemoryStore
-from shared_core.worker.state.publications import Mirror
 
 KEY = b"k" * 32
 
@@ -118,33 +113,6 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
     assert [entry.kind for entry in late.follow()] == [EntryKind.RESTART] and late.follow() == []
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"size": 10**15},
-        {"replaced": {"2": 1}},
-        {"entry": {"generation": 2}},
-        {"entry": {"absent": [2]}},
-        {"entry": {"causes": [{"kind": "old age", "text": "text", "who": 1}]}},
-        {"entry": {"causes": [{"kind": "died", "text": "text", "who": 2}]}},
-        {"entry": {"kind": "continue"}},
-        {"entry": {"rank": 2}},
-    ],
-)
-def test_a_damaged_entry_is_refused(damage: dict[str, Any]) -> None:
-    """Followed blindly, the first would be read again and again."""
-    store = MemoryStore()
-    entry = replace(losing(1), generation=1, incarnations=(0, 1), detected=1.5)
-    store.set("p/gen/1", entry.to_json())
-    assert Ledger(store, "p/", 2).follow() == [entry]
-    right = json.loads(entry.to_json())
-    store.set("p/gen/1", json.dumps(right | damage | {"entry": right["entry"] | damage.get("entry", {})}))
-    with pytest.raises(DamagedRecord, match="the entry gen/1 in the job's store is damaged"):
-        Ledger(store, "p/", 2).follow()
-    with pytest.raises(DamagedRecord):
-        Ledger(store, "p/", 2).append(lambda: losing(0))
-
-
 def test_an_entry_comes_back_as_it_was() -> None:
     causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b failed", 2))
     line = Resized(0, 3, (0, 1), 7)
@@ -154,24 +122,6 @@ def test_an_entry_comes_back_as_it_was() -> None:
     )  # fmt: skip
     assert Entry.from_json(full.to_json().encode(), 4, 3) == full
     assert full.divergent(1) and not full.divergent(2) and full.failed == (1, 2)
-
-
-def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said, and the machine that looks continues looking."""
-    store = MemoryStore()
-    connect = lambda: store  # noqa: E731
-    changed = threading.Event()
-    store.set("machines/beat/two", "text")
-    store.set("machines/member/1", "two")
-    store.add("machines/count", 1)
-    one = Lease(connect, "one", 0.6, changed.set, lambda _: None)
-    try:
-        while "two" not in one.failed:
-            assert changed.wait(5.0)
-            changed.clear()
-    finally:
-        one.close()
-    assert capsys.readouterr().err.count("the lease of machine two holds b'text', which is not a number") == 1
 
 
 def test_who_is_absent() -> None:
@@ -206,46 +156,6 @@ def server(tmp_path: Path) -> Iterator[MirrorServer]:
     running = MirrorServer(tmp_path / "mirror", key=KEY)
     yield running
     running.close()
-
-
-def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> None:
-    here = f"127.0.0.1:{server.port}#1"
-    machines = ("127.0.0.1:1#0", here)
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "boundary.3").write_bytes(b"three")
-    (own / "records").write_bytes(b"r")
-    (own / "checks").write_bytes(b"not copied")
-    mirror = Mirror(2, 0, 0, own, KEY)
-    mirror.follow(machines)
-    mirror.write("boundary.4", [b"four" * 25_000, b"four" * 25_000])
-    mirror.append("records", b"s")
-    mirror.remove("boundary.3")
-    mirror.sync()
-    (tmp_path / "job").mkdir()
-    leave(tmp_path / "job", KEY)
-    got = fetch(machines[1:], [2, 3], 0, tmp_path / "job")
-    assert got == {2: 200_002, 3: 0}
-    files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
-    assert files == {"boundary.4": b"four" * 50_000, "records": b"rs"}
-    mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing continues without
-    mirror.write("boundary.5", ())
-    mirror.sync()
-    assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
-
-
-def test_names_lead_nowhere_else(
-    tmp_path: Path, server: MirrorServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared_core.worker.state.publications._TROUBLE_S", 0.0)
-    (tmp_path / "own").mkdir()
-    mirror = Mirror(0, 0, 0, tmp_path / "own", KEY)
-    mirror.follow((None, f"127.0.0.1:{server.port}#1"))
-    mirror.write("../../escaped", [b"x"])
-    mirror.sync()
-    mirror._trouble.join(10.0)
-    assert "no copy of its state on another machine" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("escaped*"))
 
 
 def test_the_next_place_keeps_the_copies() -> None:

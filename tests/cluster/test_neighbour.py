@@ -249,15 +249,6 @@ def test_what_was_let_go_while_it_was_sent_is_not_kept(pair: list[OneMachine], t
     other.close()
 
 
-def test_names_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None:
-    header = b'{"attempt": 0, "step": 1, "files": {"../../escaped": 1}, "notes": {}}'
-    with connect(pair[0].name, KEY) as link:
-        link.send(b"P", data=[header])
-        with pytest.raises(ConnectionError, match="has gone"):
-            link.answer()
-    assert not list(tmp_path.rglob("escaped*"))
-
-
 def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None:
     """Notes that call files of a copy what none of ours is called are none: nothing is read, or offered."""
     (tmp_path / "secret").write_text("secret")

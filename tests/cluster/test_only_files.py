@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import few
-from util import start_command
 
 from shared_core.checkpoint import history
 from shared_core.checkpoint.history import Run
@@ -117,17 +114,3 @@ def test_events_may_go_to_the_null_device_and_to_no_other(tmp_path: Path) -> Non
     log = EventLog("/dev/zero")
     log.emit("end")
     assert log._told
-
-
-@pytest.mark.parametrize("option", few(["faults", "history", "events", "script", "config"], "config"))
-def test_swiftrun_refuses_a_pipe_with_a_line(option: str, tmp_path: Path) -> None:
-    os.mkfifo(pipe := tmp_path / "pipe")
-    script, flags = tmp_path / "script.py", {"faults": "--faults", "events": "--events", "config": "--swift-config"}
-    script.write_text("")
-    command = [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0"]
-    command += [flags[option], str(pipe)] if option in flags else []
-    env = {"SWIFT_RECOVERY_CHECKPOINT_HISTORY": str(pipe)} if option == "history" else {}
-    job = start_command(tmp_path, [*command, str(pipe if option == "script" else script)], env).finish()
-    assert job.code == 2, job.stderr
-    assert job.stderr.startswith("swiftrun: ConfigError: ") and job.stderr.count("\n") == 1, job.stderr
-    assert "regular file" in job.stderr and str(pipe) in job.stderr, job.stderr

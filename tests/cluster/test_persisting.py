@@ -62,18 +62,6 @@ leave(30)
     assert job.stderr.count("the writer of checkpoints failed (") == 1
 
 
-@pytest.mark.nightly
-def test_a_writer_that_fails_in_the_last_write_is_replaced_too(tmp_path: Path) -> None:
-    fault = '[{"rank": 0, "step": 20, "point": "checkpoint.file", "kind": "SIGKILL", "nth": 4}]'
-    script = "leave(10)\nassert spool.wait_committed(10, 30)\nleave(20)"
-    faults, struck = tmp_path / "faults.json", tmp_path / "struck"
-    faults.write_text(fault)
-    job = run(tmp_path, PRELUDE + script, options=["--faults", str(faults)], env={"SWIFT_FAULTS_STRUCK": str(struck)})
-    assert job.code == 0, job.stderr
-    assert struck.exists()
-    found(tmp_path, 20)
-
-
 WAITS = """
 leave(10)
 assert spool.wait_committed(10, 30)
@@ -107,6 +95,7 @@ def test_a_snapshot_made_at_sigterm_is_written_within_the_grace(tmp_path: Path) 
     found(tmp_path, 20)
 
 
+@pytest.mark.nightly
 def test_a_killed_agent_leaves_no_writer(tmp_path: Path) -> None:
     job = begun(tmp_path, WAITS)
     job.process.kill()

@@ -23,12 +23,6 @@ def test_what_the_script_and_its_neighbours_import_is_found(tmp_path: Path) -> N
     assert not {"accelerate", "os", "my_private_package", "lightning.pytorch"} & set(chosen)
 
 
-def test_a_name_is_no_import(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch\nacc = 0.5\n")
-    (tmp_path / "acc.py").write_text("import accelerate_swift\nimport transformers\n")
-    assert not {"accelerate", "accelerate_swift", "transformers"} & set(preload.modules_for(tmp_path / "train.py"))
-
-
 def test_lightning_is_recognised(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     for line in (
@@ -46,24 +40,6 @@ def test_a_script_that_cannot_be_read_or_parsed_costs_nothing(tmp_path: Path) ->
     (tmp_path / "bad.py").write_text("def (:\n")
     for script in (tmp_path / "bad.py", tmp_path / "missing.py", None):
         assert preload.modules_for(script) == list(preload.ALWAYS)
-
-
-def test_only_installed_packages_are_kept() -> None:
-    assert preload.installed(["json", "no_such_package.sub", "json:loads"]) == ["json", "json:loads"]
-
-
-def test_load_follows_attributes_and_submodules() -> None:
-    preload.load("json:loads")
-    preload.load("xml:dom")
-    import sys
-
-    assert "xml.dom" in sys.modules
-
-
-def test_modules_are_found_by_name(tmp_path: Path) -> None:
-    assert preload.find_script("json.tool", module=True) is not None
-    assert preload.find_script("no.such.module", module=True) is None
-    assert preload.find_script(str(tmp_path), module=False) == tmp_path / "__main__.py"
 
 
 def test_modules_beside_the_script_are_not_taken_from_elsewhere(tmp_path: Path) -> None:

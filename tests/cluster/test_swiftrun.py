@@ -251,26 +251,3 @@ if me.rank == 0:
     job = run(tmp_path, script)
     assert job.code == 0, job.stderr
     assert [event.rank for event in job.of("failed")] == [1]
-
-
-@pytest.mark.nightly
-def test_without_standbys_workers_are_fresh_interpreters(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
-reach(f"up{me.incarnation}")
-if me.rank == 0:
-    os.kill(await_("up0", 1), signal.SIGKILL)
-    await_("up1", 1)
-elif me.incarnation == 0:
-    signal.pause()
-show(rank=me.rank, name=__name__, path=sys.path[0], group=os.getpgid(0) == os.getpid(), argv=sys.argv[1:])
-"""
-    )
-    job = run(tmp_path, script, "a b", options=["--standbys", "0", "-r", "3", "--log-dir", str(tmp_path / "logs")])
-    assert job.code == 0, job.stderr
-    assert [event.fields["how"] for event in job.of("replacement_start")] == ["respawn"]
-    for rank in (0, 1):
-        (file,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
-        expected = {"rank": rank, "name": "__main__", "path": str(tmp_path), "group": True, "argv": ["a b"]}
-        assert json.loads(file.read_text()) == expected

@@ -163,28 +163,3 @@ while True:
     job.check_nothing_left()
     left = [each.name for each in temporary.iterdir() if not each.name.startswith("torchinductor_")]  # torch's cache
     assert job.of("start") and not left
-
-
-@pytest.mark.nightly
-def test_a_killed_standby_is_replaced(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
-reach(f"up{me.incarnation}")
-if me.rank == 0:
-    await_("up0", 1)
-    agent = os.getppid()
-    mine = {os.getpid(), await_("up0", 1)}
-    tasks = open(f"/proc/{agent}/task/{agent}/children").read().split()
-    for pid in set(map(int, tasks)) - mine:
-        os.kill(pid, signal.SIGKILL)
-    os.kill(await_("up0", 1), signal.SIGKILL)
-    await_("up1", 1)
-elif me.incarnation == 0:
-    signal.pause()
-"""
-    )
-    job = run(tmp_path, script)
-    assert job.code == 0, job.stderr
-    assert "a standby died" in job.stderr
-    assert [event.fields["how"] for event in job.of("replacement_start")] == ["standby"]

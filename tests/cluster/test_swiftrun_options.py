@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from util import run, start, start_command
+from util import run, start_command
 
-from shared_core.cli.job_options import build_config
 from shared_core.cli.swiftrun import parse_args
-from tests.support.runner import ROOT
 
 
 @pytest.mark.nightly
@@ -44,20 +42,6 @@ def test_the_short_help_fits_and_begins_with_recovery(capsys: pytest.CaptureFixt
     assert "--rdzv-conf" in shown["--help-all"] and "are killed. Default: 5." in shown["--help-all"]
 
 
-def test_options_come_from_file_environment_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "c.json").write_text('{"seed": 1, "detection.wait_timeout_s": 1, "on_failure": "restart"}')
-    monkeypatch.setenv("SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S", "2")
-    monkeypatch.setenv("PET_CHECKPOINT_DIR", str(tmp_path))
-    args = parse_args(
-        ["--swift-config", str(tmp_path / "c.json"), "--on-failure", "replace", "x.py", "--standbys", "3"]
-    )
-    config = build_config(args)
-    assert (config.seed, config.detection.wait_timeout_s, config.on_failure) == (1, 2.0, "replace")
-    assert config.checkpoint.dir == str(tmp_path)
-    assert (args.max_restarts, args.standbys, args.training_script_args) == (100, 1, ["--standbys", "3"])
-    assert parse_args(["--max-restarts", "0", "x.py"]).max_restarts == 0
-
-
 def test_options_of_the_script_are_its_own() -> None:
     """Also those that are the beginning of one of ours, or of several."""
     own = ["--checkpoint", "x", "--stand=1", "--no", "--n", "2", "--resume", "--nproc_per_node", "8"]
@@ -65,16 +49,6 @@ def test_options_of_the_script_are_its_own() -> None:
         args = parse_args([*flags, "--max_restarts", "3", "--standbys", "0", "train.py", *own])
         assert (args.nproc_per_node, args.max_restarts, args.standbys, args.resume) == ("2", 3, 0, False)
         assert (args.training_script, args.training_script_args) == ("train.py", own)
-
-
-def test_a_refusal_is_one_line(tmp_path: Path) -> None:
-    job = start_command(tmp_path, [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0", "missing.py"])
-    job.finish()
-    assert job.code == 2
-    assert job.stderr == (
-        "swiftrun: ConfigError: the training script 'missing.py' does not exist "
-        f"(see {ROOT}/docs/troubleshooting.md#configerror)\n"
-    )
 
 
 @pytest.mark.nightly
@@ -124,14 +98,6 @@ def test_faults_are_armed_by_a_flag_alone(standbys: str, tmp_path: Path) -> None
         job = run(tmp_path, FAULTY, options=[*options, "--faults", str(path)])
         assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
         assert [event.rank for event in job.of("failed")] == [1] == [event.rank for event in job.of("fault")]
-
-
-@pytest.mark.nightly
-def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    job = start(tmp_path, "", options=["--standbys", "0", "--faults", "nowhere.json"]).finish()
-    assert job.code == 2
-    assert job.stderr.startswith("swiftrun: ConfigError: --faults: cannot read nowhere.json: "), job.stderr
-    assert job.stderr.count("\n") == 1
 
 
 @pytest.mark.nightly

@@ -8,10 +8,7 @@ import pytest
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, WaitTimeout
-from shared_core.launcher.attempt import KeyWatcher
-from shared_core.launcher.control_socket import ControlSocket
-from shared_core.protocol import progress_file, worker_env
-from shared_core.protocol.worker_messages import Failed
+from shared_core.protocol import worker_env
 from shared_core.system.jobdir import AGENT
 from shared_core.worker import link
 
@@ -40,43 +37,7 @@ def test_env_is_parsed(tmp_path: Path) -> None:
         worker_env.env({})
 
 
-def test_progress_is_read_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "rank0" / "progress"
-    assert progress_file.read_progress(path) is None
-    progress = progress_file.ProgressFile(path)
-    assert progress_file.read_progress(path) is None
-    assert path.stat().st_size == progress_file.PROGRESS_BYTES
-    progress.boundary(4)
-    first = progress_file.read_progress(path)
-    progress.waiting(True)
-    second = progress_file.read_progress(path)
-    assert first is not None and second is not None
-    assert (first[:2], second[:2]) == ((4, False), (4, True))
-    assert second[2] >= first[2]
-
-
 def test_a_missing_agent_is_named(tmp_path: Path) -> None:
     me = worker_env.env(environment(tmp_path))
     with pytest.raises(WaitTimeout, match=f"rank 2: no answer from the job's store at {tmp_path}/agent"):
         link.connect_store(timeout_s=0.2, where=me)
-
-
-def test_what_workers_tell_reaches_the_watcher(tmp_path: Path) -> None:
-    control = ControlSocket(tmp_path, lambda: None)
-    own = control.new_store()
-    me = worker_env.env(environment(tmp_path))
-    woken: list[None] = []
-    watcher = KeyWatcher(lambda: own, me.prefix, lambda: woken.append(None), ranks=[1])
-    store = link.connect_store(where=me)
-    assert watcher.look() == []
-    link.tell(store, "divergent", [1], prefix=me.prefix)
-    assert watcher.look() == [("divergent", [1])]
-    assert watcher.look() == []
-    store.set(me.prefix + "fail", "plain words")
-    assert watcher.look() == [("fail", Failed("plain words"))]
-    link.tell(store, "divergent", [0, 1], prefix=me.prefix)
-    assert watcher.look() == [("divergent", [1])]  # rank 0 is another agent's to hear of
-    assert watcher.look() == []
-    watcher.close()
-    control.close()
-    assert woken

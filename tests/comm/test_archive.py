@@ -21,7 +21,7 @@ from archives import WAIT_S, A, B, C, Gated, _place, bits, channels, files, flip
 
 from shared_core.errors import CorruptFile, WaitTimeout
 from shared_core.worker.messages import segments
-from shared_core.worker.messages.archive import Archive, Key
+from shared_core.worker.messages.archive import Archive
 
 # -- round trip ------------------------------------------------------------------------------------
 
@@ -72,23 +72,6 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "log", again=True)  # type: ignore[assignment]
     check()
     archive.close()
-
-
-def test_what_a_log_cannot_keep_is_refused(tmp_path: Path) -> None:
-    archive = Archive(tmp_path)
-    with pytest.raises(ValueError, match="dense tensors"):
-        archive.put(key(C, 0), [torch.eye(3).to_sparse()])
-    assert not segments._has_bytes(torch.qint8)
-    with pytest.raises(TypeError):
-        archive.put(Key(C, 0, 0, {"x": object()}), [])
-    with pytest.raises(ValueError, match="too many"):
-        archive.put(Key(C, 0, 0, {"x": "x" * segments.HEADER_LIMIT}), [])
-    archive.put(key(C, 1), [torch.ones(1)])
-    flush(archive)
-    assert archive.first(C) == 1 and archive.stats.failed is None
-    archive.close()
-    with pytest.raises(ValueError, match="holds a log: reopen it"):
-        Archive(tmp_path)
 
 
 def test_files_are_private_and_tensors_are_let_go(tmp_path: Path) -> None:
@@ -158,52 +141,6 @@ def test_first_indices_and_drops(tmp_path: Path) -> None:
     again.drop_before(7)
     flush(again)
     assert files(tmp_path) == [] and again.stats.bytes_on_disk == 0
-    again.close()
-
-
-def test_a_record_that_waits_is_not_lost_by_a_drop(tmp_path: Path) -> None:
-    archive = Gated(tmp_path)
-    put(archive, A, 0, boundary=0)
-    assert archive.asked.acquire(timeout=WAIT_S)  # the segment's header
-    archive.permits.release()
-    assert archive.asked.acquire(timeout=WAIT_S)  # record 0
-    put(archive, A, 1, boundary=5)
-    archive.drop_before(3)  # record 0 is being written
-    archive.open_gate()
-    flush(archive)
-    assert archive.indices(A) == [1] and same(archive, A, 1, boundary=5) and len(files(tmp_path)) == 1
-    archive.close()
-
-
-def test_a_segment_that_gets_a_newer_record_is_not_dropped(tmp_path: Path) -> None:
-    archive = Gated(tmp_path)
-    archive.permits.release(2)
-    put(archive, A, 0, boundary=0)
-    flush(archive)
-    put(archive, A, 1, boundary=5)
-    for _ in range(3):
-        assert archive.asked.acquire(timeout=WAIT_S)  # the segment's header, record 0, record 1
-    archive.drop_before(3)  # while record 1 is being written behind record 0
-    archive.open_gate()
-    flush(archive)
-    assert archive.first(A) == 0 and same(archive, A, 1, boundary=5)
-    archive.close()
-
-
-def test_a_record_is_written_once(tmp_path: Path) -> None:
-    archive = Archive(tmp_path)
-    for _ in range(2):
-        put(archive, A, 0)
-    flush(archive)
-    put(archive, A, 0)
-    archive.close()
-    assert archive.stats.records == 1
-    again = Archive(tmp_path, again=True)
-    put(again, A, 0)  # a replacement sends the failed worker's messages again
-    put(again, A, 1)
-    flush(again)
-    assert again.stats.records == 1 and again.indices(A) == [0, 1] and same(again, A, 0)
-    assert [path.name for path in files(tmp_path)] == ["00000000.log", "00000001.log"]
     again.close()
 
 
@@ -342,20 +279,6 @@ def test_closed_segments_are_taken_by_their_index(tmp_path: Path, capfd: pytest.
     assert again.first(A) is None and again.indices(A) == list(range(11))
     assert "1 damaged message(s), left out: 11 of default|0,1,0" in capfd.readouterr().err
     again.close()
-
-
-def test_reopen_of_nothing(tmp_path: Path) -> None:
-    archive = Archive(tmp_path / "none", again=True)
-    assert channels(archive) == [] and archive.first(A) is None
-    put(archive, A, 5)
-    archive.close()
-    (tmp_path / "none" / "00000007.log").touch()
-    (tmp_path / "none" / "other.log").write_text("not ours")
-    again = Archive(tmp_path / "none", again=True)
-    put(again, A, 6)
-    again.close()
-    assert (tmp_path / "none" / "00000008.log").exists(), "numbers are not used again"
-    assert again.first(A) == 5
 
 
 if __name__ == "__main__":

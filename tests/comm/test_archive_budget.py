@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from archives import WAIT_S, flush
+from archives import flush
 from harness import until
 
 from shared_core.worker.messages import log_budget
@@ -89,43 +89,3 @@ def test_what_has_no_room_waits_for_it(tmp_path: Path, capfd: pytest.CaptureFixt
     assert again.first("a") == 4
     again.close()
     assert not capfd.readouterr().err
-
-
-def test_what_waits_and_is_dropped_is_never_written(tmp_path: Path) -> None:
-    archive = Archive(tmp_path)
-    archive.lease(0)
-    for index in range(4):
-        put(archive, index, boundary=index)
-    archive.drop_before(3)
-    assert archive.indices("a") == [3]
-    archive.lease(10_000)
-    flush(archive)
-    assert archive.stats.records == 1 and archive.first("a") == 3
-    archive.close()
-
-
-def test_no_room_in_memory_either(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody waits: the batch would never end, and no checkpoint be made."""
-    archive = Archive(tmp_path, ring_bytes=3000, owner="rank 1", stall_s=WAIT_S)
-    archive.lease(2500)
-    for index in range(8):
-        put(archive, index, boundary=index)
-    assert archive.stats.failed and archive.stats.blocked_s < WAIT_S
-    told = capfd.readouterr().err
-    assert "rank 1: messages are no longer logged" in told and "after the next checkpoint" in told, told
-    flush(archive)
-    archive.restart()
-    put(archive, 8, boundary=8)
-    flush(archive)
-    assert archive.first("a") == 8 and taken(tmp_path) <= 2500
-    archive.close()
-
-
-def test_a_lease_is_given_back_by_halves(tmp_path: Path) -> None:
-    archive = Archive(tmp_path)
-    archive.lease(4096)
-    put(archive, 0, boundary=0)
-    flush(archive)
-    used = taken(tmp_path)
-    assert archive.keep() == used + (4096 - used) // 2
-    archive.close()

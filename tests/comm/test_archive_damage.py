@@ -62,27 +62,6 @@ def readable(folder: Path) -> set[tuple[str, int]]:
 EVERY = {(channel, index) for channel, indices in TOTAL.items() for index in indices}
 
 
-def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
-    last = Archive(killed, again=True)
-    place = _place(last, C, 8)
-    last.close()
-    path = place.segment.path
-    data = path.read_bytes()
-    assert len(data) == place.segment.size
-    for size in range(place.offset, len(data)):
-        path.write_bytes(data[:size])
-        archive = Archive(killed, again=True)
-        assert archive.first(A) == 0 and archive.first(B) == 3 and archive.first(C) == 0, size
-        assert archive.indices(C) == list(range(8)), size
-        archive.close()
-    path.write_bytes(data[: len(data) - 1])
-    assert readable(killed) == EVERY - {(C, 8)}
-    again = Archive(killed, again=True)
-    put(again, C, 8, boundary=8)
-    again.close()
-    assert readable(killed) == EVERY
-
-
 def test_every_bit_of_a_frame_counts(killed: Path) -> None:
     """Magic, lengths and checksums of a record in a segment without an index, and its first bytes."""
     archive = Archive(killed, again=True)
@@ -139,39 +118,6 @@ def test_another_owner_and_another_format(tmp_path: Path, capfd: pytest.CaptureF
         segments.FORMAT = version
     newer.close()
     assert channels(newer) == [] and "has format 1, this version reads 2" in capfd.readouterr().err
-
-
-def test_little_is_read_for_each_of_many_bad_records(tmp_path: Path) -> None:
-    """A file of another rank consists of them: it is read a few times, not once for each."""
-
-    def read_so_far() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    path = tmp_path / f"{0:08d}{segments.SUFFIX}"
-    path.write_bytes(b"\x93SwRecd\n" * 20_000)
-    before = read_so_far()
-    Archive(tmp_path, again=True).close()
-    assert read_so_far() - before < 100 * path.stat().st_size
-
-
-def test_contents_that_look_like_records(tmp_path: Path) -> None:
-    """A record whose tensor is a copy of the log, and its own header damaged: nothing in it is taken for a record."""
-    archive = Archive(tmp_path / "live")
-    put(archive, A, 0)
-    flush(archive)
-    data = files(tmp_path / "live")[0].read_bytes()
-    archive.put(key(C, 0), [torch.frombuffer(bytearray(data), dtype=torch.uint8)])
-    put(archive, A, 1)
-    flush(archive)
-    shutil.copytree(tmp_path / "live", tmp_path / "copy")
-    inner = _place(archive, C, 0).offset
-    remove(archive)
-    path = tmp_path / "copy" / "00000000.log"
-    flip(path, segments.START + 60)  # record 0 of A
-    flip(path, inner + 40)  # the one with the copy
-    again = Archive(tmp_path / "copy", again=True)
-    assert again.indices(A) == [1] and channels(again) == [A]
-    again.close()
 
 
 # -- disk errors -----------------------------------------------------------------------------------
@@ -234,32 +180,6 @@ def test_a_disk_error_stops_the_log_until_restart(
     again.close()
 
 
-def test_no_room_for_an_index(tmp_path: Path) -> None:
-    archive = Failing(tmp_path)
-    put(archive, A, 0)
-    flush(archive)
-    archive.bad = errno.ENOSPC
-    archive.close()
-    again = Archive(tmp_path, again=True)
-    assert archive.stats.failed is None and again.first(A) == 0 and same(again, A, 0)
-    again.close()
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    archive = Archive(tmp_path / "file" / "log")
-    put(archive, A, 0)
-    flush(archive)
-    assert archive.stats.failed == os.strerror(errno.ENOTDIR)
-    assert capfd.readouterr().err.count("no longer logged") == 1
-    (tmp_path / "file").unlink()
-    archive.restart()
-    put(archive, A, 1)
-    flush(archive)
-    assert archive.first(A) == 1 and same(archive, A, 1)
-    archive.close()
-
-
 def test_the_folder_is_removed_while_writing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     archive = Archive(tmp_path / "log")
     put(archive, A, 0)
@@ -276,17 +196,3 @@ def test_the_folder_is_removed_while_writing(tmp_path: Path, capfd: pytest.Captu
     flush(archive)
     assert archive.first(A) == 2 and same(archive, A, 2)
     archive.close()
-
-
-def test_an_error_nobody_thought_of_does_not_hang_training(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: object) -> bytes:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(segments, "frame", broken)
-    archive = Archive(tmp_path, ring_bytes=1000)
-    for index in range(10):
-        put(archive, A, index)
-    archive.close()
-    assert archive.stats.failed == "MemoryError: no memory" and "MemoryError" in capfd.readouterr().err

@@ -35,15 +35,6 @@ def test_entries_go_with_their_step_boundary_and_buffers_come_back() -> None:
     assert pool.take(torch.empty(8, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_sizes_that_are_no_longer_asked_for_are_let_go() -> None:
-    pool = BufferPool()
-    pool.give([pool.take(torch.empty(100))])
-    for _ in range(BufferPool.KEEP_BOUNDARIES + 1):
-        pool.give([pool.take(torch.empty(7))])
-        pool.next_boundary()
-    assert [size for size, _ in pool._free] == [7]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_spilled_results_come_back_bit_for_bit(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,30 +66,6 @@ def on_disk(folder: Path) -> tuple[int, int]:
     links = [path for path in Path("/proc/self/fd").iterdir() if os.path.islink(path)]
     found = [os.stat(path) for path in links if os.readlink(path).startswith(str(folder))]
     return len(found), sum(each.st_blocks * 512 for each in found)
-
-
-def test_the_disk_holds_only_what_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log is never empty, and an operation of each step finishes after one of the next."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    log, size = GroupLog(BufferPool()), 1 << 14
-    late = entry(0, boundary=0, size=size)
-    for step in range(1, 60):
-        for number in range(3):
-            log.put(10 * step + number, entry(step, boundary=step, size=size))
-        log.put(10 * step - 1, late)
-        late = entry(-step, boundary=step, size=size)
-        log.spill(size)
-        log.drop_before(step - 1)
-        files, used = on_disk(tmp_path)
-        assert files <= 4 and used <= 16 * 4 * size, (step, files, used)
-        *own, before = list(log.entries)[-4:]
-        assert [float(log.results(seq)[0][0]) for seq in (*own, before)] == [step, step, step, 1 - step]
-
-
-def test_kept_inputs_of_rank_specific_operations_stay_in_memory() -> None:
-    log = GroupLog(BufferPool())
-    log.put(0, LogEntry(signature("reduce", []), 0, [], redo=lambda inner: None, kept=[torch.zeros(4)]))
-    assert log.nbytes == 16 and log.spill(0) == 0 and log.nbytes == 16
 
 
 def test_input_checksums_see_shape_order_and_every_element_of_small_inputs() -> None:

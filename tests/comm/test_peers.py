@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from shared_core.worker.comm import gloo
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A user that owns nothing here.
@@ -64,23 +61,6 @@ def test_another_user_takes_no_place(stranger: int | None) -> None:
         assert said == ["connected"] * 2
     else:
         assert said[1 - stranger].startswith("RecoveryFailed") and f"user {NOBODY}" in said[1 - stranger], said
-
-
-@pytest.mark.parametrize("way", ["kernel", "table"])
-def test_an_end_without_an_owner_is_not_known(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "table":
-        monkeypatch.setattr(gloo, "_ask_kernel", lambda own, other: None)
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
-        pair = [(one.getsockname(), one.getpeername())]
-        assert gloo.unknown(pair) == 1, "it is not accepted yet"
-        other = listener.accept()[0]
-        assert gloo.unknown(pair) == 0 and gloo.unknown([(b, a) for a, b in pair]) == 0
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        with pytest.raises(PermissionError, match="a process of user"):
-            gloo.unknown(pair)
-        monkeypatch.undo()
-        other.close()
-        assert gloo.unknown(pair) == 1, "it has gone"
 
 
 GONE = """

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 
 import pytest
 from harness import Jobs, few
 
 from shared_core.faults import Fault
-from shared_core.protocol.place import AFTER, CollectivePlace, apart
-from shared_core.worker.comm.places import GroupPlaces, ProgramPlace
+from shared_core.protocol.place import CollectivePlace, apart
+from shared_core.worker.comm.places import GroupPlaces
 from tests.support.cluster import Cluster
 from tests.support.namespaces import machines, unavailable
 from tests.support.runner import compare
@@ -121,27 +120,6 @@ def test_only_what_no_program_means_is_refused_without_a_failure() -> None:
     assert not apart((None, None), (E0, E0), recovered=True)
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        (CollectivePlace(), "before the first batch"),
-        (CollectivePlace(batch=3), "batch 2"),
-        (E0, "epoch 0, pass 1, batch 3"),
-        (E0._replace(batch=AFTER), "epoch 0, pass 1, after its batches"),
-        (CollectivePlace(phase=2), "after loop 1 over epochs"),
-        (CollectivePlace(entry=1, phase=1, epoch=2, pass_=1, batch=1), "entry call 1, epoch 2, pass 1, batch 0"),
-        (CollectivePlace(entry=-3), "after entry call 1"),
-    ],
-)
-def test_a_place_in_words_and_in_bytes(place: CollectivePlace, words: str) -> None:
-    assert str(place) == words
-    assert CollectivePlace.unpacked(place.packed()) == place
-
-
-def test_no_place_is_none() -> None:
-    assert CollectivePlace.unpacked(bytes(len(E0.packed()))) is None
-
-
 def _members(path: Path) -> list[GroupPlaces]:
     return [GroupPlaces(path, (4, 7), own) for own in (0, 1)]
 
@@ -173,18 +151,3 @@ def test_members_that_differ_before_a_failure_may_differ_after_it(tmp_path: Path
     other.sent((0, 1, 5), 3, E0.packed())
     assert other.sent_elsewhere((0, 1, 5), 3, late.packed(), recovered=True) == (4, E0)
     assert other.sent_elsewhere((0, 1, 5), 4, late.packed(), recovered=True) is None, "it is another message"
-
-
-def test_a_thread_of_the_script_is_nowhere(tmp_path: Path) -> None:
-    program, found = ProgramPlace(), list[bytes]()
-    thread = threading.Thread(target=lambda: found.append(program.packed()))
-    thread.start()
-    thread.join()
-    assert (
-        CollectivePlace.unpacked(found[0]) is None and CollectivePlace.unpacked(program.packed()) == CollectivePlace()
-    )
-    one, two = _members(tmp_path / "places")
-    one.called(0, found[0])
-    two.called(0, E0.packed())
-    assert two.elsewhere(0, E0.packed(), recovered=True) is None
-    assert one.elsewhere(0, found[0], recovered=True) is None

@@ -11,7 +11,6 @@ import torch
 from harness import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.optim import Optimizer
 from undoing import AS_INT, DTYPES, KINDS, bits, build, fill, filled, network
 
@@ -105,25 +104,6 @@ def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
     assert digest([params, optimizer_digest_data(optimizer)]) == again
 
 
-@pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_the_second_moment_survives_a_spike(path: dict[str, bool]) -> None:
-    """Inverse formulas lose v where g**2 is much larger than v; see research of Swift's kernels."""
-    p = torch.randn(1000).requires_grad_()
-    optimizer = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1, **path)
-    p.grad = torch.full_like(p, 1e-5)
-    optimizer.step()
-    optimizer.state[p]["exp_avg_sq"].fill_(1e-10)
-    undo = Undo([optimizer])
-    undo.arm()
-    p.grad = torch.full_like(p, 10.0)
-    original = bits([p], optimizer)
-    optimizer.step()
-    assert optimizer.state[p]["exp_avg_sq"].min() > 0.05
-    undo.undo()
-    assert (optimizer.state[p]["exp_avg_sq"] == torch.tensor(1e-10)).all()
-    assert bits([p], optimizer) == original
-
-
 class Killed(BaseException):
     """Ends a step at any place."""
 
@@ -171,34 +151,6 @@ def test_an_interrupt_at_any_operation_of_a_step(path: dict[str, bool]) -> None:
         assert n > 5
 
 
-def test_clipping_and_loss_scaling_around_the_step() -> None:
-    net = network()
-    params = list(net.parameters())
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    undo = Undo([optimizer])
-    undo.arm()
-
-    def step(seed: int, factor: float = 1.0) -> None:
-        torch.manual_seed(seed)
-        optimizer.zero_grad()
-        scaler.scale(net(torch.randn(2, 4)).square().sum() * factor).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-
-    step(0)
-    undo.commit()
-    original = bits(params, optimizer)
-    step(1)
-    assert bits(params, optimizer) != original
-    undo.undo()
-    assert bits(params, optimizer) == original
-    step(2, float("inf"))  # the scaler leaves the step out
-    assert undo.undo() == 0 and bits(params, optimizer) == original
-
-
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_gradient_that_the_step_changes_goes_back_unless_it_was_used_up(fresh: bool) -> None:
     p = torch.ones(3, requires_grad=True)
@@ -212,34 +164,6 @@ def test_a_gradient_that_the_step_changes_goes_back_unless_it_was_used_up(fresh:
     undo.undo()
     assert (p == 1).all() and p not in optimizer.state
     assert (p.grad == (0.0 if fresh else 1.5)).all()
-
-
-def test_state_that_parameters_share_goes_back_to_where_it_was_first() -> None:
-    class OneCounter(torch.optim.SGD):
-        """Its parameters share a counter, as fused optimizers of other packages do."""
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p]["steps"].add_(1)
-                    p.sub_(p.grad * self.state[p]["steps"])
-
-    net = network()
-    params = list(net.parameters())
-    optimizer = OneCounter(net.parameters(), lr=0.1)
-    steps = torch.tensor(5.0)
-    for p in params:
-        optimizer.state[p]["steps"] = steps
-    undo = Undo([optimizer])
-    undo.arm()
-    fill(net, 0)
-    original = bits(params, optimizer, True)
-    for p in params:
-        step_only(optimizer, [p])
-    assert steps == 10
-    undo.undo()
-    assert steps == 5 and bits(params, optimizer, True) == original
 
 
 def test_a_closure_makes_the_gradients() -> None:
@@ -258,85 +182,6 @@ def test_a_closure_makes_the_gradients() -> None:
     assert undo.undo() == len(params) and bits(params, optimizer) == original
     assert optimizer.step(closure=closure) == 0.5
     assert undo.undo() == len(params) and bits(params, optimizer) == original
-
-
-def test_several_optimizers_and_a_shared_parameter() -> None:
-    net = network()
-    params = list(net.parameters())
-    one = torch.optim.Adam(params[:3])
-    other = torch.optim.SGD(params[2:], lr=0.1, momentum=0.9)
-    undo = Undo([one, other])
-    undo.arm()
-    for optimizer in (one, other):
-        fill(net, 0)
-        optimizer.step()
-    undo.commit()
-    original = [bits(params, one), bits(params, other)]
-    for order in ([one, other], [other, one], [one, other, one]):
-        for seed, optimizer in enumerate(order):
-            fill(net, seed)
-            optimizer.step()
-        assert undo.undo() == len(params)
-        assert [bits(params, one), bits(params, other)] == original
-
-
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"Lamb", "Rebinding"}))
-def test_steps_of_some_parameters_add_up_to_a_step(name: str) -> None:
-    def made() -> tuple[list[nn.Parameter], Optimizer]:
-        torch.manual_seed(0)
-        params = [nn.Parameter(torch.randn(4, 3)) for _ in range(5)]
-        return params, build(name, [{"params": params[:2]}, {"params": params[2:], "lr": 0.01}])
-
-    (whole, one), (split, other) = made(), made()
-    groups = other.param_groups
-    for step in range(3):
-        for params in (whole, split):
-            torch.manual_seed(step + 1)
-            for p in params:
-                p.grad = torch.randn(4, 3)
-        one.step()
-        for i in (4, 0, 2):
-            step_only(other, split[i : i + 2])
-    assert other.param_groups is groups and [len(g["params"]) for g in groups] == [2, 3]
-    assert digest([whole, optimizer_digest_data(one)]) == digest([split, optimizer_digest_data(other)])
-
-
-def test_buffers_are_used_again() -> None:
-    net = network()
-    count = sum(p.numel() for p in net.parameters())
-    optimizer = torch.optim.Adam(net.parameters())
-    undo = Undo([optimizer])
-    undo.arm()
-    fill(net, 0)
-    optimizer.step()
-    assert undo.nbytes == 4 * count, "state did not exist before the first step"
-    undo.commit()
-    optimizer.step()
-    held = undo.nbytes
-    assert held == 12 * count + 4 * len(list(net.parameters())), "parameters, two moments, steps"
-    undo.commit()
-    assert undo.nbytes == held
-    optimizer.step()
-    assert undo.nbytes == held
-    undo.disarm()
-    assert undo.nbytes == 0
-    optimizer.step()
-    assert undo.undo() == 0
-
-
-def test_loaded_state_is_a_new_beginning() -> None:
-    net = network()
-    params = list(net.parameters())
-    optimizer = torch.optim.Adam(net.parameters())
-    undo = Undo([optimizer])
-    undo.arm()
-    fill(net, 0)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    loaded = bits(params, optimizer)
-    assert undo.undo() == 0 and bits(params, optimizer) == loaded
-    optimizer.step()
-    assert undo.undo() == len(params) and bits(params, optimizer) == loaded
 
 
 def test_hyper_parameters_go_back_with_the_step() -> None:

@@ -49,10 +49,8 @@ class Job:
 
 
 _OF_DDP = {
-    "before_a_collective": kill(1, 4, "collective.before", 2),
     "in_forward": kill(0, 3, "forward"),
     "in_backward": kill(1, 4, "bucket", 2),
-    "after_a_collective": kill(0, 6, "collective.after"),
     "in_the_update": kill(1, 5, "update.during", 4),
     "after_the_update": kill(0, 5, "update.after"),
     "between_steps": kill(1, 5, "step_boundary"),
@@ -104,9 +102,7 @@ JOBS: dict[str, Job] = {
         {
             "a_gather_in_forward": kill(1, 4, "collective.before", 3),
             "a_reduction_in_backward": kill(0, 4, "collective.before", 9),
-            "after_a_reduction": kill(1, 9, "collective.after", 7),
             "in_the_update": kill(0, 5, "update.during", 4),
-            "between_steps": kill(1, 6, "step_boundary"),
         },
         in_turn(
             kill(1, 2, "collective.before", 3),
@@ -127,10 +123,8 @@ JOBS: dict[str, Job] = {
         2,
         ("--epochs", "4"),
         {
-            "before_a_collective": kill(1, 3, "collective.before"),
             "in_backward": kill(0, 4, "bucket"),
             "in_the_update": kill(1, 9, "update.during", 4),
-            "between_steps": kill(0, 5, "step_boundary"),
             "validation": kill(1, 6, "validation"),
         },
         in_turn(
@@ -152,10 +146,8 @@ JOBS: dict[str, Job] = {
         2,
         ("--epochs", "3"),
         {
-            "before_a_collective": kill(1, 3, "collective.before"),
             "in_backward": kill(0, 4, "bucket"),
             "in_the_update": kill(1, 14, "update.during", 4),
-            "between_steps": kill(0, 15, "step_boundary"),
         },
         in_turn(
             kill(1, 2, "bucket"),

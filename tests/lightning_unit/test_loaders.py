@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shared_core.errors import Unsupported
-from shared_core.loaders import ResumableLoader, read_random, wrap_loader
+from shared_core.loaders import wrap_loader
 
 Batch = torch.Tensor
 
@@ -120,27 +120,6 @@ def test_seeded_items_do_not_depend_on_the_model() -> None:
     assert_same(batches(1), batches(7))
 
 
-def test_seeded_leaves_the_global_generators_alone() -> None:
-    loader = wrap_loader(DataLoader(Pure(), batch_size=4), mode="seeded")
-    iterator = iter(loader)
-    before = read_random()
-    next(iterator)
-    assert read_random() == before
-
-
-def test_wrapper_looks_like_the_loader() -> None:
-    raw = DataLoader(Augmented(), batch_size=4, shuffle=True)
-    loader = wrap_loader(raw)
-    assert isinstance(loader, DataLoader) and isinstance(loader, ResumableLoader) and len(loader) == len(raw)
-    assert loader.dataset is raw.dataset and loader.batch_size == 4 and loader.wrapped is raw
-    loader.worker_init_fn = print
-    assert raw.worker_init_fn is print
-    assert not hasattr(loader, "state_dict")
-    assert wrap_loader(loader) is loader
-    with pytest.raises(TypeError):
-        len(wrap_loader(number for number in range(3)))
-
-
 class Stateful:
     """The protocol of resumable loaders: ``state_dict`` and ``load_state_dict``."""
 
@@ -160,55 +139,6 @@ class Stateful:
         self.at = state["at"]
 
 
-def test_stateful_loader_resumed_from_a_checkpoint() -> None:
-    def start() -> tuple[Any, Any]:
-        loader = wrap_loader(Stateful())
-        loader.load_state_dict({"at": 4})
-        return loader, iter(loader)
-
-    loader, iterator = start()
-    assert loader.state_dict() == {"at": 4}
-    assert float(next(iterator)) == 5
-    state = pickle.loads(pickle.dumps(loader.state()))
-    restored, again = start()
-    restored.restore(state)
-    assert [float(x) for x in again] == [float(x) for x in iterator] == [6, 7, 8, 9, 10]
-
-
 def test_order_that_depends_on_time_is_refused() -> None:
     with pytest.raises(Unsupported, match="in_order=True"):
         wrap_loader(DataLoader(Augmented(), num_workers=1, in_order=False))
-
-
-def test_state_of_an_ordinary_loader_is_small() -> None:
-    loader = wrap_loader(DataLoader(d := Pure(200), batch_size=2, sampler=DistributedSampler(d, 2, 0)), ahead=0)
-    iterator = iter(loader)
-    next(iterator)
-    early = len(pickle.dumps(loader.state()))
-    for _ in range(40):
-        next(iterator)
-    assert len(pickle.dumps(loader.state())) <= early + 8 < 20_000
-
-
-def test_a_copy_of_a_peer_continues_in_its_own_part_of_the_data() -> None:
-    """Two batches into the second epoch, as its peer is."""
-
-    def loader(rank: int) -> Any:
-        sampler = DistributedSampler(range(24), num_replicas=2, rank=rank, seed=7)
-        return DataLoader(torch.arange(24), batch_size=3, sampler=sampler)
-
-    def pass_of(wrapped: Any, epoch: int) -> Iterator[Batch]:
-        wrapped.sampler.set_epoch(epoch)
-        return iter(wrapped)
-
-    donor, expected = wrap_loader(loader(0), copied=True), list(pass_of(loader(1), 1))
-    list(pass_of(donor, 0))
-    position = pass_of(donor, 1)
-    for _ in range(2):
-        next(position)
-    state = donor.state(position)
-    replacement = wrap_loader(loader(1), copied=True, lazy=True)
-    mine = iter(replacement)
-    replacement.restore(state, mine, copied=True)
-    assert replacement.sampler.rank == 1
-    assert torch.equal(torch.stack(list(mine)), torch.stack(expected[2:]))

@@ -18,14 +18,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torchmetrics import MeanMetric, MetricTracker
 
-from lightning_swift import SwiftCallback, SwiftDDPStrategy, SwiftFSDPStrategy
+from lightning_swift import SwiftDDPStrategy, SwiftFSDPStrategy
 from lightning_swift.averages import Averages
 from lightning_swift.loops import SwiftEvaluationLoop, SwiftFitLoop, SwiftTrainingEpochLoop, adopt_loops
-from lightning_swift.strategy import DDP_NAMES
 from lightning_swift.support import check_trainer
 from shared_core.errors import ConfigError, Unsupported
 
@@ -137,24 +136,6 @@ def test_own_loops() -> None:
     trainer.fit_loop.epoch_loop = Own(trainer)
     with pytest.raises(Unsupported, match="Own"):
         adopt_loops(trainer)
-
-
-def test_callback_takes_over_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = {name: StrategyRegistry[name] for name in DDP_NAMES}
-    configure = DDPStrategy._configure_launcher
-    try:
-        callback = SwiftCallback()
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, strategy="ddp_find_unused_parameters_true", callbacks=[callback], logger=False
-        )
-        assert type(trainer.strategy) is SwiftDDPStrategy
-        assert trainer.strategy._ddp_kwargs == {"find_unused_parameters": True}
-        own = DDPStrategy(find_unused_parameters=True)
-        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=own, callbacks=[SwiftCallback()], logger=False)
-        assert trainer.strategy is own and type(own) is SwiftDDPStrategy
-    finally:
-        StrategyRegistry.update(saved)
-        DDPStrategy._configure_launcher = configure  # type: ignore[method-assign]
 
 
 @pytest.mark.nightly

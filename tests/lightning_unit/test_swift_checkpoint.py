@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from checkpointed import committed, descendants
-from harness import until
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_swift import SwiftCheckpoint, SwiftDDPStrategy
 from lightning_swift.compat import callbacks_under_construction, trainer_under_construction
 from shared_core.errors import ConfigError
-from shared_core.system import jobdir
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,44 +114,3 @@ if __name__ == "__main__":
                callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                ).fit(Model(), DataLoader(TensorDataset(torch.ones(48, 4)), batch_size=2))
 """
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("devices", [1, 2])
-def test_python_script_continues(tmp_path: Path, devices: int) -> None:
-    """``python train.py`` becomes ``swiftrun`` and takes the options along, also for one worker."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_RECOVERY")}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def start(strategy: str, **more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "train.py", strategy, str(devices)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=tmp_path, env=environ | more, stdout=pipe, stderr=pipe, text=True)
-
-    def weights(text: str) -> str:
-        (line,) = [line for line in text.splitlines() if line.startswith("weights")]
-        return line
-
-    stock, said = start("ddp").communicate(timeout=100)
-    assert stock, said
-    with start("swift_ddp", STOP_AT="17") as killed:
-
-        def written() -> bool:
-            assert killed.poll() is None, killed.communicate()
-            return 14 in committed(tmp_path / "points", devices)
-
-        try:
-            until(
-                written, lambda: f"no checkpoint at step boundary 14 but {committed(tmp_path / 'points', devices)}", 100
-            )
-        finally:
-            for pid in reversed(descendants(killed.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        killed.communicate(timeout=30)
-    jobdir.sweep(Path("/dev/shm"))
-    out, err = start("swift_ddp").communicate(timeout=100)
-    assert "continues from the checkpoint at step boundary 14" in err, err
-    assert weights(out) == weights(stock)

@@ -13,9 +13,7 @@ from shared_core.faults import ANY_STEP, Fault
 #: Ranks 0 and 1 are the first stage, ranks 2 and 3 the second.
 STAGES = 2
 PLACES = {
-    "first stage, first forward of the first batch": Fault(0, 1, "pipe.forward", "SIGKILL"),
     "first stage, reduce": Fault(1, 4, "pipe.reduce", "SIGKILL"),
-    "last stage, reduce tied": Fault(3, 4, "pipe.reduce_tied", "SIGKILL"),
     "first stage, in the update": Fault(0, 5, "update.during", "SIGKILL", nth=7),
     "first stage, evaluation": Fault(0, 3, "pipe.forward", "SIGKILL", nth=2),  # every third call evaluates
 }
@@ -42,33 +40,9 @@ def test_a_plain_pipeline(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_a_stopped_stage(jobs: Jobs) -> None:
-    run(jobs, [Fault(3, 4, "pipe.backward", "SIGSTOP", nth=2)], FULL)
-
-
-@pytest.mark.nightly
 def test_replicas_of_different_stages_at_once(jobs: Jobs) -> None:
     faults = [Fault(0, 4, "pipe.recv_grad", "SIGKILL", nth=2), Fault(3, 4, "pipe.backward", "SIGKILL", nth=2)]
     assert resolutions(run(jobs, faults, FULL)) == {"replica"}
-
-
-@pytest.mark.nightly
-def test_one_after_the_other(jobs: Jobs) -> None:
-    faults = [
-        Fault(2, 2, "pipe.forward", "SIGKILL", nth=2),
-        Fault(3, 4, "pipe.backward", "SIGKILL"),
-        Fault(2, 7, "pipe.reduce", "SIGKILL", incarnation=1),
-    ]
-    run(jobs, faults, FULL)
-
-
-@pytest.mark.nightly
-def test_the_replacement_fails_too(jobs: Jobs) -> None:
-    faults = [
-        Fault(2, 4, "pipe.backward", "SIGKILL", nth=3),
-        Fault(2, 4, "pipe.forward", "SIGKILL", incarnation=1),
-    ]
-    run(jobs, faults, FULL)
 
 
 def both_of_a_stage(stage: str, step: int) -> list[Fault]:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lab.plan_logging import profile_of
 from benchmarks.logging_tradeoff import swift_cost
 from benchmarks.swift_published import VIT, VIT_COMPUTE_S, greedy
-from shared_core.errors import ConfigError
 from shared_core.pipeline.grouping import (
     Budget,
     ChainMachine,
     ChainProfile,
     GroupPlan,
-    drifted,
     evaluate,
     plan_groups,
     trade_off,
@@ -90,15 +85,6 @@ def test_exact_against_brute_force(profile: ChainProfile, budget: int) -> None:
         assert costs(plan) == min((one for one in every if one[0] <= storage), key=lambda one: one[::-1])
 
 
-@settings(max_examples=30, deadline=None)
-@given(profiles())
-def test_the_curve_is_monotone(profile: ChainProfile) -> None:
-    curve = trade_off(profile)
-    for less, more in zip(curve, curve[1:], strict=False):
-        assert less.storage_bytes < more.storage_bytes and less.replay_s > more.replay_s
-    assert curve[0].storage_bytes == 0 and curve[-1] == plan_groups(profile, Budget())
-
-
 # -- what is published ------------------------------------------------------------------------------------
 
 
@@ -150,117 +136,3 @@ def test_a_budget_is_kept_to_the_byte() -> None:
     kept = {storage: plan_groups(profile, Budget(storage)).storage_bytes for storage in (0, 999, 1000, 1999, 2000)}
     assert kept == {0: 0, 999: 0, 1000: 1000, 1999: 1000, 2000: 2000}
     assert plan_groups(profile, Budget(1000)).logged in ((0,), (1,))
-
-
-def test_a_budget_in_bytes_per_second() -> None:
-    profile = chain(1, 1, 1, step_s=0.5)
-    assert plan_groups(profile, Budget(bytes_per_s=399)).bytes_a_step == 100
-    assert plan_groups(profile, Budget(bytes_per_s=400)).bytes_a_step == 200
-    assert plan_groups(profile, Budget(1000, 400)).bytes_a_step == 100, "both hold"
-    with pytest.raises(ConfigError, match="needs 'step_s'"):
-        plan_groups(chain(1, 1), Budget(bytes_per_s=1))
-
-
-def test_machines_that_fail_often_are_left_alone() -> None:
-    profile = ChainProfile((ChainMachine(1, 5), ChainMachine(1), ChainMachine(1)), (100, 100), 10)
-    assert plan_groups(profile, Budget(1000)).groups == ((0,), (1, 2))
-
-
-def test_a_slow_link_is_better_logged() -> None:
-    profile = chain(1, 1, 1, boundary_bytes=(100, 50), link_bytes_per_s=50.0)
-    assert evaluate(profile, [[0, 1], [2]]).slowest_replay_s == 4
-    assert plan_groups(profile, Budget(1000)).groups == ((0,), (1, 2))
-
-
-def test_long_chains_with_boundaries_that_differ() -> None:
-    generator = random.Random(5)
-    machines = tuple(ChainMachine(generator.uniform(1, 2), stages=4) for _ in range(24))
-    profile = ChainProfile(machines, tuple(generator.randrange(10**9) for _ in range(23)), 100, 32, 1e9)
-    plans = trade_off(profile)
-    assert len(plans) > 50
-    for plan in plans[:: len(plans) // 10]:
-        assert plan_groups(profile, Budget(plan.storage_bytes)) == plan
-
-
-def test_what_may_drift() -> None:
-    planned = chain(1.0, 2.0, 0.03, boundary_bytes=(100, 300), step_s=4.0, link_bytes_per_s=1e3)
-    assert not drifted(planned, planned, 0.0)
-    small = replace(
-        planned,
-        machines=(ChainMachine(1.1), ChainMachine(1.9), ChainMachine(0.1)),
-        boundary_bytes=(80, 310),
-        step_s=4.1,
-    )
-    assert not drifted(small, planned, 0.11) and drifted(small, planned, 0.09)
-    for change in (
-        {"machines": (ChainMachine(1.0), ChainMachine(2.3), ChainMachine(0.03))},
-        {"machines": (ChainMachine(1.0), ChainMachine(2.0, weight=2), ChainMachine(0.03))},
-        {"machines": (ChainMachine(1.0), ChainMachine(2.0, stages=2), ChainMachine(0.03))},
-        {"boundary_bytes": (100, 325)},
-        {"step_s": 5.0},
-        {"step_s": None},
-        {"link_bytes_per_s": 8e2},
-        {"steps_between_checkpoints": 11},
-        {"micro_batches": 2},
-    ):
-        assert drifted(replace(planned, **change), planned, 0.1), change
-    same_shares = tuple(replace(machine, weight=7.0) for machine in planned.machines)
-    assert not drifted(replace(planned, machines=same_shares), planned, 0.0)
-    assert drifted(chain(1.0, 2.0), planned)
-    with pytest.raises(ConfigError, match="tolerance"):
-        drifted(planned, planned, -0.1)
-
-
-GOOD: dict[str, Any] = {
-    "machines": [{"compute_s": 1.0}, {"compute_s": 2, "weight": 0.5, "stages": 2}],
-    "boundary_bytes": [8e8],
-    "steps_between_checkpoints": 100,
-}
-
-
-def test_a_profile_from_plain_data() -> None:
-    profile = profile_of(GOOD)
-    assert profile == ChainProfile((ChainMachine(1.0), ChainMachine(2, 0.5, 2)), (800_000_000,), 100)
-    assert isinstance(profile.boundary_bytes[0], int)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"machines": []}, "at least one machine"),
-        ({"machines": {"compute_s": 1}}, "machines must be a list"),
-        ({"machines": [1.0, 2.0]}, "a machine must be a mapping, got 1.0"),
-        ({"machines": [{"compute": 1.0}] * 2}, "unknown field 'compute' of a machine; did you mean 'compute_s'"),
-        ({"machines": [{"weight": 1}] * 2}, "needs 'compute_s'"),
-        ({"machines": [{"compute_s": -1}] * 2}, "compute_s must be a finite number of at least 0, got -1"),
-        ({"machines": [{"compute_s": float("nan")}] * 2}, "compute_s must be a finite number"),
-        ({"machines": [{"compute_s": "1"}] * 2}, "compute_s must be a finite number"),
-        ({"machines": [{"compute_s": 1, "weight": 0}] * 2}, "a weight above 0"),
-        ({"machines": [{"compute_s": 1, "stages": 0}] * 2}, "stages must be a whole number of at least 1"),
-        ({"boundary_bytes": [1, 2]}, "2 machines have 1 boundaries, but boundary_bytes has 2"),
-        ({"boundary_bytes": [0.5]}, "boundary_bytes must be a whole number"),
-        ({"boundary_bytes": [True]}, "boundary_bytes must be a whole number"),
-        ({"steps_between_checkpoints": 0}, "steps_between_checkpoints must be a whole number of at least 1"),
-        ({"micro_batches": 2.5}, "micro_batches must be a whole number"),
-        ({"link_bytes_per_s": 0}, "link_bytes_per_s must be a finite number above 0"),
-        ({"step_s": -3}, "step_s must be a finite number above 0"),
-        ({"budget": 3}, "unknown field 'budget' of a profile; known: machines, "),
-    ],
-)
-def test_bad_profiles_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        profile_of(GOOD | change)
-    assert message in str(caught.value)
-
-
-def test_other_bad_input_is_refused() -> None:
-    for name in GOOD:
-        with pytest.raises(ConfigError, match=f"needs '{name}'"):
-            profile_of({key: value for key, value in GOOD.items() if key != name})
-    with pytest.raises(ConfigError, match="a profile must be a mapping"):
-        profile_of([1])
-    with pytest.raises(ConfigError, match="storage_bytes must be a finite number of at least 0, got -1"):
-        Budget(-1)
-    for groups in ([[0], [2]], [[1], [0]], [[0, 1], [1, 2]], [[0, 1], [], [2]], []):
-        with pytest.raises(ConfigError, match="groups must be machines 0 to 2 in order"):
-            evaluate(chain(1, 1, 1), groups)

@@ -30,18 +30,6 @@ def _resolutions(result: JobResult) -> set[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", MODES)
-def test_a_shard_comes_from_what_its_rank_had_published(jobs: Jobs, mode: str) -> None:
-    places = {
-        "bf16": [Fault(0, 2, "update.during", "SIGKILL", 20), Fault(3, 4, "pipe.backward", "SIGKILL", 2)],
-        "zero": [Fault(2, 2, "update.after", "SIGKILL"), Fault(1, 4, "pipe.reduce", "SIGKILL")],
-        "both": [Fault(1, 2, "update.during", "SIGKILL", 60), Fault(3, 4, "update.after", "SIGKILL")],
-    }
-    result = jobs.check("pipe.py", nproc=4, faults=places[mode], args=MODES[mode])
-    assert _resolutions(result) == {"replica"}
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mode", MODES)
@@ -49,12 +37,6 @@ def test_at_any_place(jobs: Jobs, mode: str, place: str, rank: int) -> None:
     point, nth = PLACES[place]
     fault = Fault(rank, 4, point, "SIGKILL", nth)
     assert _resolutions(jobs.check("pipe.py", nproc=4, faults=[fault], args=MODES[mode])) == {"replica"}
-
-
-@pytest.mark.nightly
-def test_one_of_each_stage_at_once(jobs: Jobs) -> None:
-    faults = [Fault(0, 3, "update.during", "SIGKILL", 20), Fault(3, 3, "update.after", "SIGKILL")]
-    jobs.check("pipe.py", nproc=4, faults=faults, args=MODES["both"])
 
 
 @pytest.mark.nightly

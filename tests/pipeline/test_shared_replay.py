@@ -10,8 +10,6 @@ from harness import Jobs
 from shared_core.config import variable_of
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.pipeline.cost import ReplayCost, shares
-from shared_core.pipeline.shared_replay import lines
-from shared_core.worker.recovery.exchange import Replaying
 from tests.support.runner import JobResult, compare, unconfirmed
 
 STEPS = 12
@@ -110,22 +108,6 @@ def test_a_line_pipelines_its_share() -> None:
     assert line.seconds(2) == pytest.approx(4 + (10 + 2 * 10 + 2 * 1) / 10)
     uneven = ReplayCost(4, (3.0, 1.0), 0, 0, 10.0)
     assert uneven.seconds(1) == 13.0 and uneven.seconds(2) == 8.0 and uneven.best(4) == 4
-
-
-def test_lines_are_neighbours_that_start_together() -> None:
-    stages = {7: 0, 3: 1, 5: 2, 0: 4, 1: 5, 2: 6}
-    replaying = Replaying(1, tuple(sorted(stages)), (4, 6), 9, (8, 8, 4, 8, 8, 8))
-    assert lines(replaying, stages.__getitem__) == [(7, 3, 5), (0, 1), (2,)]
-
-
-def test_cost_of_a_shared_step() -> None:
-    """By hand: 8 micro-batches of 1 s, a stage of 10 bytes, messages of 1 byte, 10 bytes a second."""
-    ordered = ReplayCost(8, (1.0,), 10, 1, 10.0)
-    assert ordered.seconds(1) == 8.0
-    assert ordered.seconds(2) == pytest.approx(4 + (10 + 4 * 10 + 4 * 1) / 10)
-    slices = ReplayCost(8, (1.0,), 10, 1, 10.0, ordered=False)
-    assert slices.seconds(2) == pytest.approx(4 + (10 + 10 + 4 * 1) / 10)
-    assert ordered.best(8) == 1 and slices.best(8) == 2
 
 
 def test_the_best_number_of_workers_is_the_least_of_all() -> None:

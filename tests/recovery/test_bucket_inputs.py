@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core.errors import RecoveryFailed
 from shared_core.worker.comm.op import input_checksum
-from shared_core.worker.state.ddp_buckets import BucketInput, BucketInputs
+from shared_core.worker.state.ddp_buckets import BucketInput
 
 WORLD = 3
 
@@ -77,50 +77,3 @@ def test_what_cannot_be_relied_on_does_not_match() -> None:
     assert not BucketInput(chosen, 1.0).matches(bucket), "the gradient lies in the bucket"
     assert not BucketInput(parameters(torch.randn(4), torch.randn(4).double()), 1.0).fits(torch.randn(8))
     assert not BucketInput([nn.Parameter(torch.randn(1, 4).expand(3, 4))], 1.0).fits(torch.randn(12))
-
-
-def test_each_bucket_counts_once_after_a_forward() -> None:
-    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    ddp, inputs = wrapped(net), BucketInputs()
-    own = list(net.parameters())
-    inputs.agreed(ddp, [3, 2, 1, 0], [2, 2])
-    for parameter in own:
-        parameter.grad = torch.randn_like(parameter)
-    buckets = [torch.cat([own[i].grad.reshape(-1) for i in pair]) for pair in ((3, 2), (1, 0))]  # type: ignore[union-attr]
-    assert inputs.of(buckets[0]) is None, "no forward has been seen: the log may still be in the bucket"
-    inputs.forward(ddp)
-    assert all(inputs.of(bucket) is not None for bucket in buckets)
-    assert inputs.of(buckets[0]) is None
-    inputs.forward(ddp)
-    assert inputs.of(torch.randn(8)) is None, "a bucket of nobody's"
-    inputs.clear()
-    inputs.forward(ddp)
-    assert inputs.of(buckets[0]) is None
-
-
-def test_parameters_frozen_since_make_it_unknown() -> None:
-    net = nn.Linear(4, 3)
-    ddp, inputs = wrapped(net), BucketInputs()
-    net.bias.requires_grad_(False)
-    inputs.agreed(ddp, [1, 0], [2])
-    inputs.forward(ddp)
-    net.weight.grad = torch.randn(3, 4)
-    assert inputs.of(net.weight.grad.clone().view(-1)) is None
-
-
-def test_another_module_agrees_while_a_backward_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, first, other, inputs = nn.Linear(4, 3), wrapped(nn.Linear(1, 1)), wrapped(nn.Linear(2, 2)), BucketInputs()
-    ddp, matches = wrapped(net), BucketInput.matches
-    for each in (first, ddp):
-        inputs.agreed(each, [1, 0], [2])
-    inputs.forward(ddp)
-    for parameter in net.parameters():
-        parameter.grad = torch.randn_like(parameter)
-
-    def meanwhile(source: BucketInput, bucket: torch.Tensor) -> bool:
-        inputs.agreed(other, [1, 0], [2])  # as on the group's thread
-        return matches(source, bucket)
-
-    monkeypatch.setattr(BucketInput, "matches", meanwhile)
-    found = inputs.of(torch.cat([net.bias.grad, net.weight.grad.view(-1)]))  # type: ignore[list-item, union-attr]
-    assert found is inputs.layout(ddp)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from dataclasses import asdict, replace
@@ -17,7 +16,6 @@ from shared_core.checkpoint.spool import FOLDER, Sealed, Spool
 from shared_core.config import SwiftConfig
 from shared_core.encoding.plain import dumps
 from shared_core.errors import CorruptFile
-from shared_core.launcher import persisting
 from shared_core.launcher.persisting import LastCheckpoint
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
@@ -54,13 +52,6 @@ def test_all_ranks_find_the_same_step_boundary(entries: Any) -> None:
             if decisions.due(version)[0]:
                 ranks.append(version)
     assert found == [[5, 10], [5, 10]]
-
-
-def test_the_first_boundary_with_as_many_updates_is_meant(entries: Any) -> None:
-    """Several updates a batch, and batches without one."""
-    first, other = begun(entries()), begun(entries())
-    first.add(4)
-    assert [other.due(version)[0] for version in (3, 3, 5, 9, 9, 12)] == [False, False, False, True, False, False]
 
 
 def test_the_last_one_is_sooner_and_known_as_such(entries: Any) -> None:
@@ -173,12 +164,6 @@ def test_one_that_a_rank_cannot_read_is_passed_over_by_all(tmp_path: Path, name:
     assert steps(agree(tmp_path)) == [4, 4]
 
 
-def test_nothing(tmp_path: Path) -> None:
-    snapshot(tmp_path, 0, 4, 0, 1.0)
-    snapshot(tmp_path, 0, 5, 1, 1.0)
-    assert steps(agree(tmp_path)) == [None, None]
-
-
 def test_a_replacement_begins_with_what_the_others_have_begun_with(tmp_path: Path) -> None:
     store = MemoryStore()
     for rank in range(1):
@@ -190,20 +175,6 @@ def test_a_replacement_begins_with_what_the_others_have_begun_with(tmp_path: Pat
     assert steps([first, later]) == [4, 4]
     with pytest.raises(CorruptFile, match="from which this attempt began is gone"):
         recovery_line.agree(env, store, [])
-
-
-def test_names_are_those_of_the_model_without_its_wrapper() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
-    wrapper = torch.nn.Module()
-    wrapper.module = model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    replicated = Replicated([wrapper, torch.nn.Sequential(torch.nn.Linear(2, 1))], [optimizer])
-    found, metadata = named(replicated, *replicated.export())
-    assert list(found)[:4] == ["0.weight", "0.bias", "1.weight", "0.weight#2"]
-    assert {"optimizer.0.exp_avg.0.weight", "optimizer.0.step.1.weight"} <= set(found)
-    assert json.loads(metadata[recovery_line.NAMES]) == list(found)
 
 
 # -- the last one -----------------------------------------------------------------------------------------------------
@@ -232,19 +203,3 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, others: list[int]) -> None
     end, _ = last(tmp_path)
     assert end.waits([signal.SIGTERM])
     assert not end.waits([signal.SIGTERM, *others])
-
-
-def test_sigterm_after_an_early_signal_shortens_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end, _ = last(tmp_path)
-    now = 1000.0
-    monkeypatch.setattr(persisting.time, "monotonic", lambda: now)
-    assert end.waits([signal.SIGUSR1]) and end.deadline == 1100.0
-    assert end.waits([signal.SIGUSR1, signal.SIGTERM]) and end.deadline == pytest.approx(1008.5)
-    now = 1009.0
-    assert not end.waits([signal.SIGUSR1, signal.SIGTERM])
-
-
-def test_without_checkpoints_nothing_is_waited_for(tmp_path: Path) -> None:
-    end, _ = last(tmp_path, wanted=False)
-    assert not end.waits([signal.SIGTERM]) and end.left_s == 10.0
-    assert end.signals(["SIGTERM"]) == ("SIGTERM",)

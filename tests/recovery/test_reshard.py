@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import (
     MARK,
@@ -18,14 +17,9 @@ from shared_core.loaders.reshard import (
     at_path,
     divide,
     loader_states,
-    order_name,
-    pack_indices,
-    rest_of,
-    unpack_indices,
-    used,
 )
 from shared_core.protocol.worker_env import Resized
-from shared_core.worker.checkpoints.resharding import sources, stage_source
+from shared_core.worker.checkpoints.resharding import sources
 
 #: The same examples in each run.
 FIXED = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -73,52 +67,6 @@ def test_batches_are_dealt_out(sizes: list[list[int]], workers: int) -> None:
     assert all(max(step) - min(step) <= 1 for step in steps)
 
 
-@FIXED
-@given(st.lists(st.integers(0, 12), max_size=5), WORKERS)
-@example([1], 4)
-@example([1, 1], 7)
-def test_single_indices_are_dealt_out(lengths: list[int], workers: int) -> None:
-    """Of loaders that do not batch."""
-    numbers = iter(range(10**6))
-    rests = [[next(numbers) for _ in range(length)] for length in lengths]
-    dealt = divide(rests, workers)
-    after = Counter(index for rest in dealt for index in rest)
-    assert len(dealt) == workers and len({len(rest) for rest in dealt}) == 1
-    assert set(after) == set(range(sum(lengths)))
-    assert after.total() == sum(lengths) + -sum(lengths) % workers
-    assert not after or max(after.values()) - min(after.values()) <= 1
-
-
-@FIXED
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), WORKERS)
-def test_what_comes_first_is_used_first(old: int, steps: int, size: int, workers: int) -> None:
-    """Samples keep the order in which the old workers would have used them together."""
-    rests = batches([[size] * steps] * old)
-    wanted = [sample for step in zip(*rests, strict=True) for batch in step for sample in batch]
-    in_turn = [sample for step in zip(*divide(rests, workers), strict=True) for batch in step for sample in batch]
-    assert in_turn[: len(wanted)] == wanted
-
-
-@FIXED
-@given(st.lists(st.lists(st.integers(2, 5), max_size=6), min_size=1, max_size=6), st.lists(WORKERS, max_size=4))
-def test_a_pass_may_be_dealt_out_again_and_again(sizes: list[list[int]], numbers: list[int]) -> None:
-    rests = batches(sizes)
-    before, done = samples_of(rests), Counter[int]()
-    for workers in numbers:
-        rests = divide(rests, workers)
-        for rest in rests:  # each uses one batch before the next change
-            done.update(rest[0] if rest else ())
-        rests = [rest[1:] for rest in rests]
-    after = done + samples_of(rests)
-    assert after.keys() == before.keys() and after.total() - before.total() < 7 * max(1, len(numbers))
-    if before.total() >= 7 * 5 * (len(numbers) + 1):
-        assert after == before
-
-
-def test_workers_that_have_fewer_left_than_others() -> None:
-    assert divide([[[0, 1], [2, 3]], [], [[4, 5]]], 2) == [[[0, 1], [2]], [[4, 5], [3]]]
-
-
 # -- the state of a loader --------------------------------------------------------------------------------------------
 
 
@@ -128,29 +76,11 @@ def loader(delivered: int, ahead: int = 0, order: str = "order.1", live: bool = 
     return {MARK: True, "ahead": ahead, "live": live, "count": count, "iterations": iterations}
 
 
-@FIXED
-@given(st.integers(0, 30), st.integers(0, 3))
-def test_what_is_fetched_ahead_is_not_used(batches_used: int, ahead: int) -> None:
-    assert used(loader(batches_used + ahead, ahead)) == batches_used
-    assert used(loader(min(batches_used, ahead), ahead)) == 0  # at the beginning fewer are fetched
-
-
-@FIXED
-@given(st.integers(0, 20), st.integers(0, 3), st.integers(0, 3), st.integers(0, 2))
-def test_a_failed_worker_is_as_far_as_the_others(begin: int, steps: int, offset: int, ahead: int) -> None:
-    failed, before, after = (loader(n + ahead, ahead) for n in (begin + offset, begin, begin + steps))
-    assert advance(failed, before, after) == used(failed) + steps == begin + offset + steps
-
-
 def test_a_pass_that_began_while_a_worker_failed_is_not_guessed_at() -> None:
     with pytest.raises(RecoveryFailed, match="its order is not known"):
         advance(loader(9), loader(9), loader(1, count=2))
     with pytest.raises(RecoveryFailed, match="its order is not known"):
         advance(loader(0, live=False), loader(0, live=False), loader(1))
-
-
-def test_the_order_of_a_loader_that_is_not_iterated_has_no_name() -> None:
-    assert [order_name(loader(2)), order_name(loader(0, live=False))] == ["order.1", ""]
 
 
 def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -212,31 +142,3 @@ def test_what_is_dealt_out_does_not_depend_on_who_asks() -> None:
     """Each new worker computes the whole division and takes its own part."""
     sizes = [[random.Random(3).randint(1, 4) for _ in range(9)] for _ in range(5)]
     assert divide(batches(sizes), 3) == divide(batches(sizes), 3)
-
-
-@FIXED
-@given(st.integers(1, 8), st.integers(1, 8))
-def test_the_first_and_the_last_stage_remain_what_they_are(old: int, new: int) -> None:
-    found = [stage_source(stage, old, new) for stage in range(new)]
-    assert found[0] == 0 and (new == 1 or found[-1] == old - 1)
-    between = [stage for stage in found[1:-1] if stage is not None]
-    assert between == sorted(set(between)) and not {0, old - 1} & set(between)
-
-
-# -- indices in checkpoints -------------------------------------------------------------------------------------------
-
-INDEX = st.one_of(
-    st.integers(), st.booleans(), st.text(max_size=3), st.floats(allow_nan=False), st.tuples(st.integers())
-)
-
-
-@FIXED
-@given(
-    st.one_of(
-        st.lists(st.lists(st.integers(0, 10**6), min_size=1)), st.lists(st.integers()), st.lists(st.lists(INDEX))
-    ),
-    st.integers(0, 12),
-)
-def test_what_is_left_of_an_order_comes_back_as_it_was(order: list[Any], done: int) -> None:
-    found = unpack_indices(loads(dumps(rest_of(pack_indices(order), done))))
-    assert repr(found) == repr(order[done:])

@@ -114,22 +114,6 @@ def _same_state(net: nn.Module, optimizer: Optimizer) -> Optimizer:
     return twin
 
 
-def test_half_precision_and_shared_parameters() -> None:
-    def build() -> tuple[nn.Module, Optimizer]:
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(torch.bfloat16)
-        net[1].weight = net[0].weight
-        return net, torch.optim.Adam(net.parameters())
-
-    donor, optimizer = build()
-    steps(donor, optimizer, range(2))
-    replicated = Replicated([donor, donor[0]], [optimizer])
-    assert len(replicated.parameters) == 3, "a shared parameter counts once"
-    net, other = build()
-    Replicated([net, net[0]], [other]).load(*moved(*replicated.export()))
-    assert training_digest(net, [other]) == training_digest(donor, [optimizer])
-
-
 def test_lbfgs_and_state_that_cannot_be_moved_are_refused() -> None:
     net = model("SGD")
     with pytest.raises(UnsupportedOptimizer, match="LBFGS evaluates its closure several times"):
@@ -227,39 +211,6 @@ def test_a_closure_is_run_although_its_update_is_left_out(updates: Updates) -> N
     assert training_digest(net, [optimizer]) == training_digest(donor, [donor_optimizer])
 
 
-def test_images_bring_back_what_lay_between_two_updates(updates: Updates) -> None:
-    """A donor that is two updates ahead gives the parameters as they were before each of them."""
-
-    def build() -> tuple[nn.Module, list[Optimizer]]:
-        net = model("SGD")
-        return net, [torch.optim.Adam(net[0].parameters()), torch.optim.SGD(net[2].parameters(), lr=0.1)]
-
-    donor, optimizers = build()
-    ahead = Updates("auto")
-    ahead.attach(Replicated([donor], optimizers))
-    ahead.at_boundary()
-    seen = []
-    try:
-        for seed in range(4):
-            seen.append([p.detach().clone() for p in donor.parameters()])
-            gradients(donor, seed)
-            optimizers[seed % 2].step()
-        with ahead.frozen(2, 1.0) as (description, tensors):
-            description, tensors = moved(description, tensors)
-    finally:
-        for handle in ahead._handles:
-            handle.remove()
-    net, others = build()
-    updates.attach(Replicated([net], others))
-    updates.load(2, description, tensors)
-    assert updates.state_version == 4 and updates.exact
-    for seed in (2, 3):
-        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), seen[seed], strict=True))
-        gradients(net, seed)
-        others[seed % 2].step()
-    assert training_digest(net, others) == training_digest(donor, optimizers)
-
-
 def test_a_donor_waits_for_an_update_and_an_update_for_a_copy(updates: Updates) -> None:
     net, optimizer = made("SGD", {"lr": 0.1})
     updates.attach(Replicated([net], [optimizer]))
@@ -291,26 +242,3 @@ def test_a_donor_waits_for_an_update_and_an_update_for_a_copy(updates: Updates) 
     copier.join(30.0)
     assert all(torch.equal(a, b) for a, b in zip(copies, after_one, strict=True))
     assert updates.version == 2
-
-
-def test_optimizers_that_were_not_attached_are_none_of_our_business(updates: Updates) -> None:
-    net, optimizer = made("SGD", {"lr": 0.1})
-    updates.attach(Replicated([net], [optimizer]))
-    other, own = made("SGD", {"lr": 0.1})
-    steps(other, own, range(3))
-    assert updates.version == 0
-
-
-def test_pending_gradients(updates: Updates) -> None:
-    net, optimizer = made("SGD", {"lr": 0.1})
-    updates.attach(Replicated([net], [optimizer]))
-    assert not updates.pending_gradients()
-    gradients(net, 0)
-    assert updates.pending_gradients()
-    optimizer.step()
-    assert not updates.pending_gradients(), "used up, though not yet set to zero"
-    for parameter in net.parameters():
-        parameter.grad.add_(1)  # type: ignore[union-attr]
-    assert updates.pending_gradients()
-    optimizer.zero_grad(set_to_none=False)
-    assert not updates.pending_gradients()

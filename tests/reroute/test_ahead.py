@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.errors import ConfigError
 from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.times import agree, from_dict, rounded, to_dict
 from shared_core.schedule.problem import Variant
@@ -76,29 +75,6 @@ def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> 
         each.adopt(TimesInUse(3, MEASURED), ROOM)
         each.choose(FAILED, [])
     assert first.plan(FAILED, 5) == second.plan(FAILED, 5)
-
-
-@pytest.mark.nightly
-def test_a_plan_that_misses_the_bound_is_improved(tmp_path: Path) -> None:
-    """And used by all that have the same one."""
-    pytest.importorskip("ortools.sat.python.cp_model")
-    shape, failed = Topology(3, 4, 6), frozenset({PlannedWorker(1, 1)})
-    first, second, elsewhere = (Plans(shape, Variant.COUPLED, False, tmp_path / name, 1) for name in "aab")
-    for each in (first, second, elsewhere):
-        each.adopt(TimesInUse(3, Times()), (4, 6, 6, 6))
-    store = first._store(first._settings(first.times))
-    greedy = store.make(failed)
-    assert not greedy.optimal and store.improve(1) >= 1
-    ready = first.lies_ready(failed)
-    assert len(ready) == 2 and second.lies_ready(failed) == ready and not elsewhere.lies_ready(failed)
-    for each in (first, second):
-        each.choose(failed, ready)
-        assert each.plan(failed, 3).solver == "cp-sat" and each.plan(failed, 3).slots < greedy.slots
-    assert first.plan(failed, 3) == second.plan(failed, 3) and first.facts(failed, switched=False)["solver"] == "cp-sat"
-    first.choose(failed, [])
-    assert first.plan(failed, 3).solver == "greedy"
-    with pytest.raises(ConfigError, match="the others have an exact plan"):
-        elsewhere.choose(failed, ready)
 
 
 @pytest.mark.nightly

@@ -34,12 +34,6 @@ CASES = {
 }
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", CASES)
-def test_both_ends_of_a_pipeline_fail(jobs: Jobs, name: str) -> None:
-    check(jobs, CASES[name], ("--clip", "1.0"))
-
-
 #: Both ends fail, and the replacement of the last one waits until that of the first is in; who fails besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shared_core.reroute.planning import Plans, Proposal, TimesInUse
-from shared_core.reroute.reports import EVERY, STEADY, Deliberation, Reported, Word, decide
-from shared_core.reroute.times import agree, completed, drift_line, drifts, rounded
+from shared_core.reroute.reports import EVERY, Deliberation, Reported, Word, decide
+from shared_core.reroute.times import agree
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
-from shared_core.schedule.timing import StageTimes, Times
+from shared_core.schedule.timing import Times
 
 TOPOLOGY = Topology(3, 2, 4)
 WORKERS = TOPOLOGY.workers()
@@ -25,30 +25,6 @@ ROOM = (8, 8)
 
 def reports(ready: int = -1, **slow: dict[str, float]) -> dict[PlannedWorker, Reported]:
     return {worker: Reported(slow.get(str(worker), USUAL), ready) for worker in WORKERS}
-
-
-def test_a_straggler_has_times_of_its_own_and_a_little_noise_has_none() -> None:
-    found = agree([(w, SLOW if w == PlannedWorker(1, 0) else USUAL | {"F": 1.2}) for w in WORKERS], 2)
-    assert found is not None and found.stages[0] == StageTimes(1.2, 1.0, 1.0, 3.0, 2.0)
-    assert found.own == ((PlannedWorker(1, 0), StageTimes(3.0, 1.0, 1.0, 3.0, 2.0)),)
-    assert rounded(found).own == ((PlannedWorker(1, 0), StageTimes(20, 7, 7, 20)),)
-    noisy = agree([(w, USUAL | {"F": 1 + 0.05 * i}) for i, w in enumerate(WORKERS)], 2)
-    assert noisy is not None and noisy.own == ()
-    two = agree([(w, SLOW if w == PlannedWorker(1, 0) else USUAL) for w in WORKERS if w.pipeline < 2], 2)
-    assert two is not None and [worker for worker, _ in two.own] == [PlannedWorker(1, 0)], (
-        "the slow one of two, not the other"
-    )
-
-
-def test_what_was_not_measured_lately_is_in_proportion() -> None:
-    used = StageTimes(1.0, 1.0, 2.0, 4.0, 2.5)
-    assert completed({"F": 2.0, "B": 5.0}, used) == {"F": 2.0, "I": 2.0, "W": 4.0, "B": 5.0, "OPT": 4.0}
-    assert completed({"I": 2.0, "W": 4.0, "OPT": 1.0}, used) == {"F": 1.0, "I": 2.0, "W": 4.0, "B": 5.0, "OPT": 1.0}
-    assert completed({"F": 1.5}, used) == {"F": 1.5, "I": 1.0, "W": 2.0, "B": 2.5, "OPT": 4.0}
-    seen = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 9.0, "OPT": 1.0}
-    assert completed(seen, used) == seen
-    none = StageTimes(1.0, 0.0, 0.0, 1.0)
-    assert completed({"B": 3.0}, none)["I"] == 0.0 and completed({"I": 0.0, "W": 0.0}, none)["B"] == 0.0
 
 
 def test_only_a_drift_that_stays_is_proposed_and_only_what_all_can_plan_holds() -> None:
@@ -65,56 +41,6 @@ def test_only_a_drift_that_stays_is_proposed_and_only_what_all_can_plan_holds() 
     assert word is Word.NOTHING, "one has no plan yet"
     at, word = decide(at, 24, reports(16, W1_0=SLOW), USED, 2)
     assert word is Word.SWITCH and at.proposed is None
-
-
-def test_a_proposal_that_is_out_of_date_is_replaced() -> None:
-    assert USED is not None
-    at = Deliberation()
-    for step in (4, 8):
-        at, _ = decide(at, step, reports(W1_0=SLOW), USED, 2)
-    for step in (12, 16):
-        at, word = decide(at, step, reports(W1_0=SLOW, W2_1=SLOW), USED, 2)
-    assert word is Word.PROPOSAL and at.number == 16
-    at, word = decide(at, 20, reports(8, W1_0=SLOW, W2_1=SLOW), USED, 2)
-    assert word is Word.NOTHING, "plans for the first one are of no use"
-
-
-def test_a_worker_that_has_just_come_says_nothing_of_itself() -> None:
-    assert USED is not None
-    at = Deliberation()
-    for step in (4, 8, 12):
-        at, word = decide(at, step, reports() | {PlannedWorker(0, 0): Reported({})}, USED, 2)
-        assert word is Word.NOTHING
-    nobody = {worker: Reported({} if worker.stage == 0 else SLOW) for worker in WORKERS}
-    assert decide(Deliberation(seen=STEADY), 4, nobody, USED, 2)[1] is Word.NOTHING, "a stage is not known"
-
-
-def test_what_drifted_is_said() -> None:
-    assert USED is not None
-    slow = agree([(w, SLOW if w == PlannedWorker(1, 0) else USUAL) for w in WORKERS], 2)
-    assert slow is not None
-    found = drifts(slow, USED, WORKERS)
-    assert found == [(PlannedWorker(1, 0), "F", 1.0, 3.0)] and drifts(USED, slow, [PlannedWorker(0, 0)]) == []
-    facts = {"drifted": [[1, 0, "F", 0.01, 0.03]] * 5, "period_s": 0.5, "period_before_s": 0.6}
-    line = drift_line(facts)
-    assert "forward of worker 1:0 took 10.0 ms, takes 30.0 ms" in line and "; 1 more)" in line
-    assert line.endswith("a step is expected to take 0.500 s, 0.600 s with the plan until now")
-
-
-def test_the_times_of_a_step_are_those_agreed_for_it(tmp_path: Path) -> None:
-    assert USED is not None
-    slow = Times(USED.stages, 0.1, data_apart=True, own=((PlannedWorker(1, 0), StageTimes(3, 3, 3, 3)),))
-    one, other = (Plans(TOPOLOGY, Variant.STAGGERED, False, tmp_path, 0) for _ in range(2))
-    for each in (one, other):
-        each.adopt(TimesInUse(3, USED), ROOM)
-    one.adopt(TimesInUse(9, slow, frozenset()), ROOM)
-    failed = frozenset({PlannedWorker(0, 0)})
-    assert one.plan(failed, 8) == other.plan(failed, 8) != one.plan(failed, 9)
-    assert PlannedWorker(1, 0) not in one.plan(failed, 9).route.values()
-    other.learn([other.view(), one.view()])
-    one.learn([other.view(), one.view()])
-    assert (one.since, one.times) == (other.since, other.times) == (9, slow)
-    assert one.plan(failed, 9) == other.plan(failed, 9)
 
 
 @dataclass

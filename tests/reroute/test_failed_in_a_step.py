@@ -35,13 +35,6 @@ def variant(name: str) -> dict[str, str]:
 
 
 @pytest.mark.nightly
-def test_a_failure_comes_while_others_compute(jobs: Jobs) -> None:
-    """What they have just computed cannot be sent any more, and yet is not computed again."""
-    args = ("--work-ms", "50", "--micro-batches", "3", "--steps", "4")
-    once(jobs, [kill(3, 2, 2)], args)
-
-
-@pytest.mark.nightly
 def test_who_has_sent_gradients_fails_after_its_update(jobs: Jobs) -> None:
     """Rank 1 reads late. Nobody can make its gradients again after the update, so it is not made before it has them."""
     once(jobs, [kill(3, 2, 1, "reroute.step")], ("--slow-ms", "100", "--steps", "4"))
@@ -56,15 +49,6 @@ def test_the_last_worker_of_a_stage_fails(jobs: Jobs) -> None:
 
 #: A layer that the first and the last stage have.
 TIED = ("--tied", "two")
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("plan", VARIANTS)
-@pytest.mark.parametrize("rank", range(4))
-def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None:
-    for nth in range(1, ROW + 1):
-        once(jobs, [kill(rank, 3, nth)], (*TIED, "--steps", "5"), env=variant(plan))
 
 
 @pytest.mark.nightly
@@ -101,14 +85,6 @@ def test_two_failures_of_three_pipelines(jobs: Jobs, first: int, later: int) -> 
         if second == first or ends:
             continue
         once(jobs, [kill(first, 3, draw.randint(1, ROW)), kill(second, 3 + later, draw.randint(1, ROW))], nproc=6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("plan", VARIANTS)
-@pytest.mark.parametrize("rank", range(8))
-def test_four_stages(jobs: Jobs, rank: int, plan: str) -> None:
-    draw = random.Random(rank)
-    once(jobs, [kill(rank, 3, draw.randint(1, ROW))], ("--stages", "4"), 8, variant(plan))
 
 
 #: Steps that take long enough for a replacement to come.

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,22 +53,6 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "staggered, failed: W1_2; 29 slots, period 30 (period optimal for this route; greedy)"
     assert out[2:] == picture.read_text().splitlines() and len(out) == 13
-
-
-def test_it_needs_no_more_than_python(tmp_path: Path) -> None:
-    for name in ("torch", "deepspeed", "ortools", "matplotlib"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError('it is not here')")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "shared_core.cli.swiftctl", *EXAMPLE, "--failed", "1:2", *options]
-        return subprocess.run(command, env=env, capture_output=True, text=True)
-
-    greedy = run("--json")
-    assert greedy.returncode == 0 and json.loads(greedy.stdout)["period"] == 30
-    assert "the plan is the greedy's: exact planning needs OR-tools: pip install 'swift-recovery[all]'" in greedy.stderr
-    drawn = run("--time-limit", "0", "--draw", str(tmp_path / "plan.svg"))
-    assert drawn.returncode == 1 and "needs matplotlib: pip install 'swift-recovery[all]'" in drawn.stderr
 
 
 def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.draw import draw_file, draw_text
+from benchmarks.lab.draw import draw_text
 from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import PlanStore, Settings
-from shared_core.reroute.times import COMMUNICATION, Profile, second_updates
 from shared_core.schedule.normalise import Move, normalise, stage_cost
 from shared_core.schedule.planner import canonical, patterns, plan, rename
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, one_f_one_b
+from shared_core.schedule.schedule import PlannedWorker, Topology, one_f_one_b
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 TOPOLOGY = Topology(3, 4, 6)
@@ -35,15 +34,6 @@ def test_failures_are_spread() -> None:
     late = normalise(TOPOLOGY, places((1, 3)), variant=Variant.COUPLED)
     assert late.cost == 27 and late.moves == (Move(PlannedWorker(0, 0), PlannedWorker(1, 3)),)
     assert normalise(TOPOLOGY, places((1, 3))).moves == (), "staggered, all stages cost the same"
-
-
-def test_failures_are_spread_by_the_times_of_stages() -> None:
-    """Whoever is a straggler."""
-    for worker in TOPOLOGY.workers():
-        times = Times(own=((worker, StageTimes(9, 9, 9, 9)),))
-        assert normalise(TOPOLOGY, places((0, 2), (1, 2)), times=times) == normalise(
-            TOPOLOGY, places((0, 2), (1, 2))
-        ), worker
 
 
 def test_what_cannot_be_spread_is_refused() -> None:
@@ -78,16 +68,6 @@ def test_normalisation_is_the_best_choice(variant: Variant, failed: list[tuple[i
     assert sorted(after) == list(found.failed)
 
 
-def test_who_computes_elsewhere_makes_two_updates() -> None:
-    times = Times((StageTimes(optimizer=3.0), StageTimes(optimizer=2.0)))
-    rows = plan(
-        Topology(3, 2, 4), [PlannedWorker(0, 0), PlannedWorker(1, 1)], times=times, variant=Variant.STAGGERED
-    ).schedule
-    late = second_updates(times, [Move(PlannedWorker(0, 0), PlannedWorker(0, 1))])
-    assert late == {PlannedWorker(0, 1): 3.0}
-    assert [simulate(rows, times, staggered=True, late=each).period for each in ({}, late)] == [21.0, 23.0]
-
-
 def test_pipelines_are_renamed() -> None:
     pattern, names = canonical(TOPOLOGY, places((2, 1)))
     assert pattern == (PlannedWorker(0, 1),) and names == {2: 0, 0: 1, 1: 2}
@@ -100,32 +80,6 @@ def test_pipelines_are_renamed() -> None:
     }
     assert simulate(back.schedule, Times(), staggered=True).period == first.period
     assert rename(back, names) == first
-
-
-def test_only_pipelines_that_are_alike_are_renamed() -> None:
-    slow = Times(own=((PlannedWorker(1, 2), StageTimes(2, 2, 2)),))
-    assert canonical(TOPOLOGY, places((2, 1)), slow) == ((PlannedWorker(0, 1),), {2: 0, 0: 2, 1: 1})
-    assert canonical(TOPOLOGY, places((1, 2)), slow)[0] == (PlannedWorker(1, 2),)
-    assert len(patterns(TOPOLOGY, 1, slow)) == 8, "of each stage the slow pipeline's worker, and one of the others"
-    everywhere = Times(own=tuple((PlannedWorker(d, 0), StageTimes(2, 2, 2)) for d in range(3)))
-    assert len(patterns(TOPOLOGY, 1, everywhere)) == 4
-
-
-def test_a_store_plans_by_the_times_of_each_worker(tmp_path: Path) -> None:
-    slow = StageTimes(3, 3, 3)
-    settings = Settings(TOPOLOGY, Times(own=((PlannedWorker(0, 2), slow),)))
-    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
-    store = PlanStore(tmp_path, settings)
-    assert store.fill(1) == 9 and store.folder != PlanStore(tmp_path, Settings(TOPOLOGY)).folder
-    for worker in TOPOLOGY.workers():
-        found = PlanStore(tmp_path, settings).look_up([worker])
-        assert found is not None and found.failed == (worker,)
-        assert simulate(found.schedule, settings.times, staggered=True).period == pytest.approx(found.period)
-        if worker.stage == 2 and worker.pipeline:
-            assert PlannedWorker(0, 2) not in found.route.values(), "the slow one gets none of the failed worker's"
-    blind = plan(TOPOLOGY, places((1, 2)))
-    found = store.look_up(places((1, 2)))
-    assert found is not None and found.period < simulate(blind.schedule, settings.times, staggered=True).period
 
 
 def test_plans_are_stored(tmp_path: Path) -> None:
@@ -168,20 +122,6 @@ def test_a_changed_plan_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixt
         assert fresh.make(places((1, 2))) == made and path.read_bytes() == whole
 
 
-def test_nobody_wants_the_plans(tmp_path: Path) -> None:
-    """What the process in the background does when the one that started it is gone."""
-    store = PlanStore(tmp_path, Settings(TOPOLOGY))
-    assert store.fill(2, wanted=lambda: len(list(store.folder.glob("failed-*"))) < 2) == 2
-
-
-def test_measured_times() -> None:
-    profile = Profile()
-    for seconds in (1.0, 1.1, 50.0, 0.9, 1.0):
-        profile.add(Kind.F, seconds)
-    profile.add(COMMUNICATION, 0.3)
-    assert profile.medians() == {"F": 1.0, "communication": 0.3}
-
-
 def test_drawn_as_text() -> None:
     timeline = simulate(one_f_one_b(Topology(1, 2, 2)), Times())
     assert draw_text(timeline).splitlines() == [
@@ -191,13 +131,3 @@ def test_drawn_as_text() -> None:
     assert "F0@1" in draw_text(simulate(plan(Topology(2, 2, 2), places((1, 1))).schedule, Times()))
     many = simulate(one_f_one_b(Topology(1, 2, 400)), Times())
     assert max(map(len, draw_text(many).splitlines())) < 400 * 8
-
-
-def test_drawn_as_a_picture(tmp_path: Path) -> None:
-    timeline = simulate(plan(TOPOLOGY, places((1, 2))).schedule, Times(), staggered=True)
-    draw_file(timeline, tmp_path / "a.svg", "one failure")
-    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
-    draw_file(timeline, tmp_path / "a.txt")
-    assert (tmp_path / "a.txt").read_text() == draw_text(timeline) + "\n"
-    with pytest.raises(ConfigError, match="the name must end in .svg, .png or .txt"):
-        draw_file(timeline, tmp_path / "a.pdf")

@@ -15,7 +15,7 @@ from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.reroute.times import room_of
 from shared_core.schedule.greedy import greedy
 from shared_core.schedule.optimal import improve
-from shared_core.schedule.planner import IterationPlan, parse_worker, plan
+from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Memory, Problem, Variant, deal
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, one_f_one_b
 from shared_core.schedule.timing import StageTimes, Times, simulate
@@ -75,17 +75,6 @@ def test_exact_plans_reach_the_closed_forms(failed: tuple[PlannedWorker, ...]) -
             assert verified(found) == slots and found.optimal
 
 
-def test_few_micro_batches_take_less_than_1f1b() -> None:
-    """Healthy workers split backwards, too; "optimal" says that no plan with this route is faster, 1F1B or not."""
-    topology, times = Topology(4, 4, 3), Times((StageTimes(1, 1, 1, 3),), 1)
-    healthy = plan(topology, times=times, variant=DECOUPLED)
-    assert (healthy.slots, healthy.bound, healthy.optimal) == (26, 19, False)
-    found = plan(topology, workers((0, 3)), times=times, variant=DECOUPLED)
-    assert verified(found, times) == 21 == found.bound and found.optimal
-    found = plan(topology, workers((0, 3)), times=times, variant=STAGGERED)
-    assert verified(found, times) <= 24 and not found.optimal
-
-
 def test_the_solver_proves_what_the_bound_does_not() -> None:
     """Whole backwards may be shorter than their halves: the solver chooses for each, as the greedy cannot."""
     topology, times = Topology(3, 2, 2), Times((StageTimes(1, 1, 1, 3, 1.5), StageTimes(1, 1, 1, 3)), 0.5)
@@ -118,18 +107,6 @@ def test_no_plan_beats_the_bound() -> None:
     assert reached > 40
 
 
-def test_data_that_come_late_are_used_late() -> None:
-    """Only the last stage of a pipeline has the data of its failed first stage: others go first,
-    and nothing is lost.
-    """
-    apart, topology, failed = Times(data_apart=True), Topology(3, 2, 4), workers((1, 1), (0, 0))
-    careless, careful = (plan(topology, failed, times=times) for times in (Times(), apart))
-    assert (simulate(careless.schedule, apart, staggered=True).period, careless.period) == (22, 21)
-    assert verified(careful, apart) == 21
-    for failed in (workers((0, 0)), workers((0, 0), (1, 0))):
-        assert verified(plan(golden.TOPOLOGY, failed, times=apart), apart) == plan(golden.TOPOLOGY, failed).period
-
-
 def test_no_failure_is_1f1b() -> None:
     for variant in Variant:
         found = plan(golden.TOPOLOGY, variant=variant)
@@ -137,60 +114,6 @@ def test_no_failure_is_1f1b() -> None:
         assert (found.slots, found.period, found.failed, dict(found.route)) == (27, 30, (), {})
     tight = plan(golden.TOPOLOGY, memory=Memory(2))
     assert verified(tight, memory=Memory(2)) > 30 and tight.solver == "greedy"
-
-
-def test_splits_only_where_it_pays() -> None:
-    found = plan(golden.TOPOLOGY, workers((1, 2)), variant=STAGGERED)
-    for worker, row in found.schedule.rows.items():
-        if worker.stage != 2:
-            split = [action for action in row if action.kind is Kind.I]
-            assert len(split) <= 1 and all(action.micro_batch == 5 for action in split), worker
-    coupled = plan(golden.TOPOLOGY, workers((1, 2)), variant=COUPLED)
-    kinds = {action.kind for row in coupled.schedule.rows.values() for action in row}
-    assert kinds == {Kind.F, Kind.B, Kind.OPT}
-
-
-def test_who_computes_what() -> None:
-    topology = Topology(4, 2, 5)
-    route = deal(topology, workers((1, 0), (3, 0)))
-    assert [route[1, 0, j].pipeline for j in range(5)] == [0, 2, 0, 2, 0]
-    assert [route[3, 0, j].pipeline for j in range(5)] == [2, 0, 2, 0, 2], "the turn continues"
-    one = deal(topology, workers((1, 0), (3, 0)), ordered=True)
-    assert {one[1, 0, j] for j in range(5)} == {PlannedWorker(2, 0)} and {one[3, 0, j] for j in range(5)} == {
-        PlannedWorker(0, 0)
-    }
-    slow = Times(own=((PlannedWorker(2, 0), StageTimes(2, 2, 2)),))
-    route = deal(topology, workers((1, 0)), times=slow)
-    assert {route[1, 0, j] for j in range(5)} == {PlannedWorker(0, 0), PlannedWorker(3, 0)}, (
-        "the slow one has enough to do"
-    )
-    route = deal(Topology(2, 2, 4), workers((0, 1)), times=slow)
-    assert {route[0, 1, j] for j in range(4)} == {PlannedWorker(1, 1)}
-    one = deal(topology, workers((1, 0), (3, 0)), times=slow, ordered=True)
-    assert set(one.values()) == {PlannedWorker(0, 0)}, "15 micro-batches there take less than 10 at the slow one"
-    with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed: nobody holds its parameters"):
-        plan(Topology(2, 2, 2), workers((0, 1), (1, 1)))
-    with pytest.raises(ConfigError, match="failed worker 5:0 does not exist: there are 2 pipelines of 2 stages"):
-        plan(Topology(2, 2, 2), workers((5, 0)))
-    assert parse_worker("1:2") == PlannedWorker(1, 2)
-    with pytest.raises(ConfigError, match="PIPELINE:STAGE, for example 1:2, got '1-2'"):
-        parse_worker("1-2")
-
-
-def test_memory_costs_slots() -> None:
-    """1F1B's footprint everywhere, but at the hosts: a published model gives 34 and 29 for room for four."""
-    for variant, hosts, slots in ((COUPLED, 4, 33), (DECOUPLED, 4, 29), (DECOUPLED, 3, 30)):
-        limits = {
-            worker: float(hosts if worker.stage == 2 else 4 - worker.stage) for worker in golden.TOPOLOGY.workers()
-        }
-        memory = Memory(workers=limits)
-        loose = plan(golden.TOPOLOGY, workers((1, 2)), variant=variant, memory=memory)
-        assert slots <= verified(loose, memory=memory) <= 1.05 * slots + 1
-        if hosts == 4:
-            exact = plan(golden.TOPOLOGY, workers((1, 2)), variant=variant, memory=memory, time_limit=20)
-            assert verified(exact, memory=memory) == slots
-    small = plan(golden.TOPOLOGY, workers((1, 2)), variant=DECOUPLED, memory=Memory(1))
-    assert verified(small, memory=Memory(1)) > 40
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lab.check import check
-from shared_core.errors import ConfigError
 from shared_core.schedule.planner import Remainder, plan, replan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
@@ -77,20 +76,6 @@ def test_a_failure_at_any_time(
     verified(again)
 
 
-def test_the_extra_time() -> None:
-    """At the very beginning a failure costs what it costs every iteration; at the end all of the lost work."""
-    healthy = plan(TOPOLOGY, variant=Variant.DECOUPLED)
-    timeline = simulate(healthy.schedule, Times())
-    start = replan(healthy, at_time(timeline, 0), [PlannedWorker(1, 2)], effort=100_000)
-    assert start.extra == 2
-    end = replan(healthy, at_time(timeline, 27), [PlannedWorker(1, 2)])
-    assert end.plan.slots == end.extra == 9, "three micro-batches of three slots at each of two peers"
-    assert {worker for worker, row in end.plan.schedule.rows.items() if len(row) > 1} == {
-        PlannedWorker(0, 2),
-        PlannedWorker(2, 2),
-    }
-
-
 def stepped(timeline: Timeline, stage: int, time: float) -> Mapping[PlannedWorker, int]:
     progress = at_time(timeline, time)
     return progress | {worker: len(timeline.rows[worker]) for worker in timeline.rows if worker.stage == stage}
@@ -114,9 +99,3 @@ def test_a_failure_after_its_stage_has_stepped() -> None:
     again = [one for worker, row in rest.plan.schedule.rows.items() if worker.stage == 3 for one in row]
     assert {(one.pipeline, one.micro_batch) for one in again} == {(2, 5)}
     assert sorted(one.kind for one in again) == [Kind.F, Kind.I, Kind.W]
-
-
-def test_nobody_left() -> None:
-    first = plan(Topology(2, 2, 2), [PlannedWorker(0, 1)])
-    with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed"):
-        replan(first, {}, [PlannedWorker(1, 1)])

@@ -8,11 +8,11 @@ import golden
 import pytest
 from timelines import check_times
 
-from benchmarks.lab.check import check, check_order
+from benchmarks.lab.check import check
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.problem import Memory
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule, Topology, one_f_one_b, parse_action
-from shared_core.schedule.timing import Slot, StageTimes, Times, simulate
+from shared_core.schedule.timing import StageTimes, Times, simulate
 
 Row = list[Action]
 
@@ -28,13 +28,6 @@ def test_the_notation() -> None:
             parse_action(text, worker)
     with pytest.raises(InvalidSchedule, match="'0_2' is not a worker; it must look like W1_2"):
         Schedule.from_text({"0_2": ["2F0"]})
-
-
-def test_as_text() -> None:
-    schedule = golden.drawn()
-    assert Schedule.from_text(schedule.to_text()) == schedule
-    assert schedule.to_text()["W0_2"][:8] == ["2F0", "2F0@1", "2F1", "2F2", "2I0", "2I0@1", "2F2@1", "2B1"]
-    assert str(schedule).splitlines()[0] == "W0_0: 0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5"
 
 
 def test_one_f_one_b() -> None:
@@ -66,23 +59,6 @@ def test_golden_schedules_replay() -> None:
         timeline = simulate(schedule, Times(), staggered=variant == "staggered")
         check_times(timeline.rows)
         assert (timeline.slots, timeline.period) == (slots, period)
-
-
-def test_times_of_stages_workers_and_transfers() -> None:
-    schedule = one_f_one_b(Topology(1, 2, 1))
-    stages = (StageTimes(1, 2, 3, 5), StageTimes(10, 20, 30, 7, backward=40))
-    assert simulate(schedule, Times(stages)).slots == 1 + 10 + 40 + 5
-    timeline = simulate(schedule, Times(stages, communication=0.5))
-    assert timeline.slots == 57 and timeline.period == 57 + 7
-    assert [(slot.start, slot.end) for slot in timeline.rows[PlannedWorker(0, 1)]] == [
-        (1.5, 11.5),
-        (11.5, 51.5),
-        (57, 64),
-    ]
-    with pytest.raises(ConfigError, match="times are given for 2 stages, but there is a worker of stage 2"):
-        simulate(one_f_one_b(Topology(1, 3, 1)), Times(stages))
-    with pytest.raises(ConfigError, match="forward must be a finite number of at least 0, got -1"):
-        StageTimes(forward=-1)
 
 
 def test_a_stage_that_steps_on_its_own() -> None:
@@ -153,29 +129,3 @@ def test_memory_is_counted_until_w() -> None:
         check(schedule, golden.TOPOLOGY, memory=Memory(workers={W0_2: most - 1}))
     with pytest.raises(ConfigError, match="must be able to hold at least 1 micro-batch, got 0"):
         Memory(0)
-
-
-def test_times_are_checked() -> None:
-    rows = golden.optimum("decoupled")
-
-    def moved(worker: PlannedWorker, text: str, by: float) -> dict[PlannedWorker, tuple[Slot, ...]]:
-        action = parse_action(text, worker)
-        row = [slot if slot.action != action else Slot(action, slot.start + by, slot.end + by) for slot in rows[worker]]
-        return rows | {worker: tuple(row)}
-
-    with pytest.raises(InvalidSchedule, match="2F1 of W0_2 starts at 3, while 2F0 runs until 3.5"):
-        check_times(moved(W0_2, "2F0", 0.5))
-    with pytest.raises(InvalidSchedule, match="2F0 of W0_2 starts at 1, but 1F0@0 is there at 2 only"):
-        check_times(moved(W0_2, "2F0", -1))
-    with pytest.raises(InvalidSchedule, match="0I0 of W0_0 starts at 7, but 1I0@0 is there at 7.25 only"):
-        check_times(rows, communication=0.25)
-
-
-def test_in_order() -> None:
-    check(one_f_one_b(golden.TOPOLOGY), golden.TOPOLOGY, ordered=True)
-    shared = {"W0_0": ["0F0", "0F0@1", "0B0", "0B0@1"], "W2_0": ["0F0", "0F1@1", "0B0", "0B1@1"]}
-    with pytest.raises(InvalidSchedule, match="0B1@1: W0_0 runs micro-batches of this pipeline too; in order only one"):
-        check_order(Schedule.from_text(shared))
-    rows = {"W0_0": ["0F0", "0F1", "0I0", "0I1", "0W1", "0W0"]}
-    with pytest.raises(InvalidSchedule, match="0W0@0 of W0_0 comes after that of micro-batch 1"):
-        check(Schedule.from_text(rows), Topology(1, 1, 2), ordered=True)

@@ -15,6 +15,7 @@ from standstill import noted, stand_still
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from shared_core.faults import inject
 from tests.support.digest import training_digest
 from tests.support.report import Report, generators_digest
 
@@ -140,6 +141,7 @@ def main() -> None:
                 early += any(not torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=False))
                 if accelerator.sync_gradients and not args.small_buckets:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                inject.point("clip")
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -151,6 +153,7 @@ def main() -> None:
                     state.loss += number * sum(place * net(x).mean().item() for place, (x, _) in numbered(evaluate))
         model.eval()
         average.eval()
+        inject.point("validation")
         for x, y in evaluate:
             with torch.no_grad():
                 guess = (average if args.average else model)(x).argmax(-1)

@@ -14,25 +14,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import ProjectConfiguration, set_seed
-from torch.utils.data import DataLoader, Dataset
+from hf_trainer import Bytes
+from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.digest import training_digest
 from tests.support.report import OUT, Report, generators_digest
-
-
-class Bytes(Dataset):  # type: ignore[type-arg]
-    """Windows of a source file."""
-
-    def __init__(self, width: int, count: int) -> None:
-        raw = Path(argparse.__file__).read_bytes()[: width * count]
-        self.windows = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long().view(count, width)
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.windows[index], "labels": self.windows[index]}
 
 
 class Lines(GeneralTracker):  # type: ignore[misc]
@@ -105,9 +92,9 @@ def main() -> None:
     set_seed(11)
     config = GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=1, n_head=2)
     with accelerator.main_process_first():
-        data = Bytes(24, 64)
+        data = Bytes(64, 24)
     loader = DataLoader(data, batch_size=4, shuffle=True)
-    held_out = DataLoader(Bytes(24, 20), batch_size=4)
+    held_out = DataLoader(Bytes(20, 24), batch_size=4)
     model = GPT2LMHeadModel(config)
     kinds = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
     matrix, vector = torch.optim.AdamW(kinds[0], lr=2e-3), torch.optim.SGD(kinds[1], lr=1e-2, momentum=0.9)

@@ -28,9 +28,9 @@ from tests.support.report import OUT, Report, generators_digest
 class Bytes(Dataset):  # type: ignore[type-arg]
     """Windows of a source file."""
 
-    def __init__(self, count: int) -> None:
-        raw = Path(argparse.__file__).read_bytes()[: 24 * count]
-        self.windows = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long().view(count, 24)
+    def __init__(self, count: int, width: int = 24) -> None:
+        raw = Path(argparse.__file__).read_bytes()[: width * count]
+        self.windows = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long().view(count, width)
 
     def __len__(self) -> int:
         return len(self.windows)

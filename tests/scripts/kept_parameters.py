@@ -1,6 +1,6 @@
 """Plain PyTorch whose script uses parameters by itself: a replacement must have those of its own place in the program.
 
-Ranks in ``--late`` end the update of batch ``--at`` only when all others have made it, so that whoever gives a
+Ranks in ``--late`` end the update of batch 3 only when all others have made it, so that whoever gives a
 replacement its state is ahead of it.
 """
 
@@ -18,6 +18,9 @@ from torch import nn
 
 from tests.support.digest import training_digest
 from tests.support.report import OUT, Report, end_group
+
+#: The batch whose update some ranks end late.
+AT = 3
 
 
 def sabotage(what: str, rank: int) -> None:
@@ -50,7 +53,6 @@ def sabotage(what: str, rank: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--at", type=int, default=3)
     parser.add_argument("--late", type=int, nargs="*", default=[])
     parser.add_argument("--two", action="store_true", help="two models, each with an optimizer, in turn")
     parser.add_argument("--sabotage", default="", help="none, spoilt, removed, missing")
@@ -73,10 +75,10 @@ def main() -> None:
     loop = {"step": 0, "seen": 0.0}
 
     def passed(who: int) -> Path:
-        return Path(os.environ[OUT]) / f"passed{args.at}.{who}"
+        return Path(os.environ[OUT]) / f"passed{AT}.{who}"
 
     def wait(*_: Any) -> None:
-        if loop["step"] == args.at and rank in args.late:
+        if loop["step"] == AT and rank in args.late:
             others = [passed(each) for each in range(size) if each not in args.late]
             end = time.monotonic() + 60.0
             while not all(each.exists() for each in others) and time.monotonic() < end:
@@ -103,7 +105,7 @@ def main() -> None:
                 p.detach().double().sum().item() for net in nets for p in net.parameters()
             )
             optimizer.step()
-        if loop["step"] == args.at:
+        if loop["step"] == AT:
             passed(rank).touch()
         loop["step"] += 1
     digests = [training_digest(net, [optimizer], [], {}) for net, optimizer in zip(nets, optimizers, strict=True)]

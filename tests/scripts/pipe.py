@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--checkpointing", type=int, default=0)
-    parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--evaluate", type=int, nargs="?", const=2, default=0, help="after every second, or n-th, step")
     parser.add_argument("--schedule", action="store_true", help="a learning-rate schedule of DeepSpeed's")
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
     parser.add_argument(
@@ -145,7 +145,7 @@ def main() -> None:
             if (int(rank), int(at)) == (dist.get_rank(), step):
                 damage.do(kind)
         losses.append(float(engine.train_batch(data)))
-        if args.evaluate and step % 2:
+        if args.evaluate and (step + 1) % args.evaluate == 0:
             losses.append(float(engine.eval_batch(data)))
     sharded = args.bf16 or args.zero
     optimizer = engine.optimizer.optimizer if sharded else engine.optimizer  # DeepSpeed's own wraps torch's

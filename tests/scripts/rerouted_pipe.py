@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--several", action="store_true", help="tensors between layers")
     parser.add_argument("--in-a-row", action="store_true", help="the stages of a pipeline have consecutive ranks")
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--evaluate-each", type=int, default=0, help="steps")
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; one evaluation")
     parser.add_argument("--evaluate-again", type=int, default=0, help="evaluations right after it, of other shapes")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
@@ -248,6 +249,8 @@ def main() -> None:
             total = torch.tensor(losses[-1])
             dist.all_reduce(total)
             losses.append(float(total))
+        if args.evaluate_each and (step + 1) % args.evaluate_each == 0:
+            losses.append(float(engine.eval_batch(data)))
         if step + 1 == args.evaluate_after:
             losses.append(float(engine.eval_batch(data)))
             if args.sum_evaluated:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from sharded import Block
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -23,24 +24,11 @@ from tests.support.digest import digest, training_digest
 from tests.support.report import Report, generators_digest
 
 
-class Block(nn.Module):
-    """Sizes that two and four ranks cannot divide evenly."""
-
-    def __init__(self, width: int, low: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width) if low else nn.BatchNorm1d(width)
-        self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
-
-
 class Net(nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.first = nn.Linear(8, args.width)
-        self.blocks = nn.Sequential(*(Block(args.width, args.bf16) for _ in range(3)))
+        self.blocks = nn.Sequential(*(Block(args.width, args.bf16, 0.1) for _ in range(3)))
         self.last = nn.Linear(args.width, 3)
         self.judge = nn.Linear(3, 3) if args.judge else None
         self.borrows, self.skips = args.borrow, False

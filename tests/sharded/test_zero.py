@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, "2-late_in_the_step", "3-in_the_update"))
+@pytest.mark.parametrize("case", few(CASES, "3-in_the_update"))
 def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     stage, name = CASES[case]
     nproc, faults = LOSSES[name]

@@ -48,29 +48,38 @@ TIMEOUT_S = 90.0
 #: Models whose jobs train on any device.
 _ON_DEVICES = ("plain", "fsdp2", "hsdp")
 _REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
-#: More arguments of a model's job: steps that take so long that workers move in it, or that a machine fails in one.
+#: Of all pipelines; an evaluation follows each third step.
+_PIPE = ["--steps", "11", "--clip", "0.5"]
+_TIED = ["--tied", "two", "--checkpointing", "1"]
+#: Of those that continue without failed workers: steps that take so long that workers move in it, or that a machine
+#: fails in one.
 _WORDS = {
-    "shared-3x2": ["--shared"],
-    "moved-3x2": ["--untied", "--work-ms", "5"],
-    "machines-3x2": ["--work-ms", "20"],
+    "rerouted-2x2": _TIED,
+    "rerouted-3x2": _TIED,
+    "shared-3x2": [*_TIED, "--shared"],
+    "moved-3x2": ["--work-ms", "5"],
+    "machines-3x2": [*_TIED, "--work-ms", "20"],
 }
 
 
-def _job(model: str, how: str) -> tuple[Path, list[str]]:
+def _job(model: str, how: str, world: int) -> tuple[Path, list[str]]:
     """Script of a model and its arguments."""
     if model == "plain":
         return SCRIPTS / "plain_ddp.py", ["--norm", "--steps", str(STEPS)]
     if model in OUTSIDE:
         return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
-        return JOBS / "accelerate_job.py", []
+        return SCRIPTS / "acc.py", ["--samples", str(56 * world), "--small-buckets"]
     if model in ZERO:
         return SCRIPTS / "zero.py", ["--stage", str(ZERO[model]), "--epochs", "3", "--evaluate"]
     if model in SHARDED:
-        return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
+        return SCRIPTS / "sharded.py", ["--replicas", str(SHARDED[model]), "--epochs", "3", "--evaluate"]
+    if model in REROUTED:  # dropout would draw from the generators of each rank
+        words = ["--stages", str(PIPELINES[model]), *_PIPE, "--dropout", "0", "--evaluate-each", "3", *_WORDS[model]]
+        return SCRIPTS / "rerouted_pipe.py", words
     if model in PIPELINES:
-        rerouted = ["--rerouted", *_WORDS.get(model, ())] if model in REROUTED else []
-        return JOBS / "pipeline_job.py", ["--stages", str(PIPELINES[model]), *rerouted]
+        words = ["--stages", str(PIPELINES[model]), *_PIPE, "--evaluate", "3"]
+        return SCRIPTS / "pipe.py", [*words, "--tied", "--checkpointing", "1", "--schedule"]
     return JOBS / "soak_job.py", ["--model", model, "--how", how]
 
 
@@ -87,7 +96,8 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
         fault was not met) or ``FAILED``, and the reason.
     """
     restarts = len(result.kinds("restart"))
-    rerouted = "--rerouted" in result.command
+    script = next((Path(word).name for word in result.command if word.endswith(".py")), "")
+    rerouted = script == "rerouted_pipe.py"
     if rerouted:  # the others may end before a replacement comes
         away = {*cut, *(fault.rank for fault in result.faults)} - result.reports.keys()
         kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
@@ -99,7 +109,7 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
             raise Mismatch(f"{restarts} restarts are not on the console\n{result.tail()}")
         if rerouted and restarts:
             raise Mismatch(f"all started again, and each stage had a replica left\n{result.tail()}")
-        if not rerouted and (not restarts or "pipeline_job.py" not in " ".join(result.command)):
+        if not rerouted and (not restarts or script != "pipe.py"):
             check_survivors(result, reference)
     except Mismatch as error:
         return "FAILED", str(error)
@@ -210,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _reference(model: str, args: argparse.Namespace, folder: Path, plain: PlainLauncher) -> JobResult:
-    script, words = _job(model, "strategy")
+    script, words = _job(model, "strategy", args.world)
     # gloo adds three addends in an order of its own, and takes no tensors of most devices
     stock = REROUTED.get(model, 4) == 4 and args.device == "cpu"
     result = run_job(
@@ -231,7 +241,7 @@ def _reference(model: str, args: argparse.Namespace, folder: Path, plain: PlainL
 def _execute(
     run: Run, args: argparse.Namespace, folder: Path, reference: JobResult, warm: WarmLauncher | None
 ) -> tuple[str, str, JobResult]:
-    script, words = _job(run.model, args.how)
+    script, words = _job(run.model, args.how, args.world)
     words += ["--copies", run.copies] if run.copies else []
     out = ((args.keep or folder) / f"run-{run.number:04d}").resolve()
     env = environment(args.device)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
-import importlib
 import itertools
 import random
-import socket
 import sys
-import types
 import zlib
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,15 +20,12 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, RecoveryFailed
 from shared_core.pipeline.compat import OF_MODULES
 from shared_core.worker.variables import data_sets, writer
-from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
-from shared_core.worker.variables.scopes import OWN_MODULES, import_again
+from shared_core.worker.variables.scopes import import_again
 from shared_core.worker.variables.variables import Origin, Variables
-from shared_core.worker.variables.writer import ValueWriter, read_own
 
 #: At this step the second run begins, with what the first one held there.
 AT, END = 4, 8
@@ -81,13 +75,6 @@ class Hostile:
     __reduce_ex__ = __reduce__ = __getstate__ = __setstate__ = __eq__ = __hash__ = __setattr__  # type: ignore
 
 
-def test_both_readers_see_the_same() -> None:
-    values = [{"a": [np.float64(3), np.zeros(3), torch.float32, torch.Size([2]), 1j, {1, 2}, frozenset("a"), -0.0]}]
-    values += [[bytearray(3), OrderedDict(a=float("nan")), deque([1]), Counter("abc"), Counts(), b"12", 2**70]]
-    now = ValueWriter(lambda _: False).write([("here", "module", "", "held", [values])])
-    assert digests(*loads(now)) == digests(*read_own(now))
-
-
 def test_only_what_may_be_read_is_state() -> None:
     def script() -> list[frozenset[str] | None]:
         found = []
@@ -113,23 +100,6 @@ def test_all_may_be_read_where_they_are_named_in_a_text() -> None:
         return alive
 
     assert script() is None
-
-
-def test_two_names_of_one_object_that_became_two() -> None:
-    def script(again: bool) -> Any:
-        first = torch.zeros(2)
-        now, rows, kept = first, [[1]], []
-        best = rows
-        for step in steps(again):
-            now = now + step
-            if step == 1:
-                rows = [[2]]
-            rows.append([step])
-            kept.append(rows)
-        return first.tolist(), now.tolist(), best, rows, all(each is rows for each in kept[1:])
-
-    first, second, refused = both(script)
-    assert first == second and not refused
 
 
 def test_a_result_can_be_read_but_not_differentiated() -> None:
@@ -222,44 +192,6 @@ def test_of_larger_arrays_parts_are_looked_at_in_turn_and_that_is_said(capsys: p
     assert "'kept'" not in told
 
 
-class Buffer:
-    def __init__(self) -> None:
-        self.rows, self.first = list(range(1_000_000)), 0
-
-
-def test_an_object_that_holds_too_much_is_compared_in_what_it_holds() -> None:
-    def script(again: bool) -> Any:
-        buffer = Buffer()
-        for step in steps(again):
-            buffer.rows.append(step)
-        return len(buffer.rows)
-
-    _, _, refused = both(script)
-    assert "`buffer` (test_variables_here.py:" in refused, refused
-
-
-@pytest.mark.parametrize("place", [0, 2_500, 4_500])
-def test_long_lists_are_looked_at_in_turn(place: int) -> None:
-    writer, items = ValueWriter(lambda _: False), list(range(5_000))
-    assert all(writer.same_list(items) for _ in range(10))
-    items[place] = -1
-    assert not all(writer.same_list(items) for _ in range(5))
-
-
-@pytest.mark.nightly
-def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    def script(again: bool) -> Any:
-        buffer = [[float(number)] for number in range(100_000)]
-        for step in steps(again):
-            buffer[step] = [-1.0]
-        return sum(map(sum, buffer))
-
-    first, second, refused = both(script)
-    assert first == second and not refused
-    told = capsys.readouterr().err
-    assert told.count("most of it for 'buffer' (test_variables_here.py:") == 1, told
-
-
 def test_what_cannot_be_written_is_told_and_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     def script(again: bool) -> Any:
         deep: list[Any] = []
@@ -276,45 +208,6 @@ def test_what_cannot_be_written_is_told_and_refused_by_name(capsys: pytest.Captu
     assert first[0] == sum(range(END)) and "`deep` (test_variables_here.py:" in refused, refused
 
 
-def test_what_cannot_be_made_is_refused_by_name() -> None:
-    def script(again: bool) -> Any:
-        line, count = None, 0
-        for step in steps(again):
-            count += 1
-            if step == 2:
-                line = {"open": socket.socket()}
-        return line is None, count
-
-    _, _, refused = both(script)
-    assert "`line" in refused and "socket" in refused and "job.ignore('line')" in refused, refused
-
-
-def test_what_belongs_to_others_is_found_by_its_name() -> None:
-    def script(again: bool) -> Any:
-        variables = Variables(0)
-        one, other = nn.Linear(1, 1), nn.Linear(1, 1)
-        variables.attach([one, other], [])
-        turn = one
-        for step in steps(again, variables=variables):
-            turn = other if step == 2 else turn
-        return turn is other
-
-    assert both(script) == (True, True, "")
-
-
-def test_parts_of_a_model_are_found_by_their_names() -> None:
-    def script(again: bool) -> Any:
-        variables, net = Variables(0), nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
-        variables.attach([net], [torch.optim.SGD(net.parameters())])
-        each: Any = None
-        for step in steps(again, variables=variables):
-            if step == 1:
-                each = [net[1], *net.parameters()]
-        return [one is other for one, other in zip(each, [net[1], *net.parameters()], strict=True)]
-
-    assert both(script) == ([True] * 5, [True] * 5, "")
-
-
 def test_only_modules_of_the_script_are_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "beside_it.py").write_text("import random\nx = random.random()\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -324,29 +217,6 @@ def test_only_modules_of_the_script_are_imported_again(tmp_path: Path, monkeypat
     assert "beside_it" in sys.modules and library not in sys.modules and random.getstate() == before
     assert not import_again(["beside_it"])
     del sys.modules["beside_it"]
-
-
-def test_modules_of_the_script_come_go_and_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("first_own", "second_own"):
-        (tmp_path / f"{name}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def own() -> list[tuple[str, types.ModuleType]]:
-        return [each for each in OWN_MODULES.look() if each[0].endswith("_own")]
-
-    assert own() == [] and OWN_MODULES.look() is OWN_MODULES.look()
-    first = importlib.import_module("first_own")
-    assert own() == [("first_own", first)]
-    del sys.modules["first_own"]
-    second = importlib.import_module("second_own")  # as many as before
-    assert own() == [("second_own", second)]
-    again = importlib.import_module("first_own")
-    assert again is not first and own() == [("second_own", second), ("first_own", again)]
-    for each in range(OWN_MODULES._NEWEST + 1):  # more than are looked through
-        monkeypatch.setitem(sys.modules, f"library_{each}", types.ModuleType(f"library_{each}"))
-    assert own() == [("second_own", second), ("first_own", again)]
-    del sys.modules["second_own"], sys.modules["first_own"]
-    assert own() == []
 
 
 class Named(nn.Linear):
@@ -394,16 +264,6 @@ def test_a_later_start_may_change_what_did_not_change() -> None:
     assert both(script) == ((0.1, END, "first"), (0.2, END, "second"), "")
 
 
-def test_it_may_do_so_beside_many_others() -> None:
-    def script(again: bool) -> Any:
-        rate, count, table = 0.2 if again else 0.1, 0, [(number, [number]) for number in range(10_000)]
-        for _ in steps(again, "checkpoint"):
-            count += 1
-        return rate, count, len(table)
-
-    assert both(script) == ((0.1, END, 10_000), (0.2, END, 10_000), "")
-
-
 class Counts:
     made = 0
 
@@ -445,21 +305,6 @@ def test_methods_that_a_variable_holds_are_found_again() -> None:
     assert first[:5] == (END, END, 2 * END, list(range(END)), "AB") and first[6]
 
 
-def test_a_partial_that_a_loop_makes_is_made_again() -> None:
-    def script(again: bool) -> Any:
-        each, add, pop, count = Counts(), None, None, 0
-        for step in steps(again):
-            if step == 2:
-                add, pop = functools.partial(setattr, each, "count"), [3, 2, 1, 0, -1, -2].pop
-            if add is not None and pop is not None:
-                add(each.count + 2)
-                count += pop()
-        return each.count, count
-
-    first, second, refused = both(script)
-    assert first == second and not refused
-
-
 def _primed() -> Iterator[Any]:
     yield from iter([torch.zeros(1), torch.ones(1), *[torch.zeros(1)] * END])
 
@@ -499,19 +344,6 @@ def test_the_variables_of_another_rank_stay_there() -> None:
         return rank, count
 
     assert both(script) == ((0, END), (1, END - AT), "")
-
-
-def test_what_is_ignored_stays() -> None:
-    def script(again: bool) -> Any:
-        variables = Variables(0)
-        variables.ignore("started")
-        started, count = int(again), 0
-        for _ in steps(again, variables=variables):
-            count += 1
-            started += 10
-        return started, count
-
-    assert both(script) == ((10 * END, END), (1 + 10 * (END - AT), END), "")
 
 
 def test_damaged_captures_are_refused() -> None:
@@ -580,67 +412,6 @@ def test_a_set_keeps_the_order_that_its_history_gave_it_or_is_refused(adds: bool
     assert "`pool` (" in refused and "whose order depends" in refused if adds else first == second and not refused
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: torch.Generator().manual_seed(3), lambda: random.Random(3), lambda: np.random.default_rng(3)],
-    ids=["torch", "python", "numpy"],
-)
-def test_a_generator_that_the_loop_makes_is_made_again(make: Callable[[], Any]) -> None:
-    def script(again: bool) -> Any:
-        own, drawn = None, []
-        for _ in steps(again):
-            own = own or make()
-            drawn.append(float(torch.rand(1, generator=own)) if isinstance(own, torch.Generator) else own.random())
-        return drawn
-
-    first, second, refused = both(script)
-    assert first == second and not refused
-
-
-def test_a_part_of_another_owner_is_not_filled_over_the_first() -> None:
-    def script(again: bool) -> Any:
-        one, other = torch.arange(20_000.0), torch.arange(20_000.0) * 2
-        part = one[:4]
-        for step in steps(again):
-            part = (one, other)[step % 2][4 * step : 4 * step + 4]
-        part += 1
-        return [one.sum().item(), other.sum().item(), part.tolist()]
-
-    first, second, refused = both(script)
-    assert first == second and not refused
-
-
-def test_containers_that_hold_themselves() -> None:
-    def script(again: bool) -> Any:
-        table: dict[str, Any] = {"n": 0}
-        rows: list[Any] = [table]
-        table["me"], table["rows"] = table, rows
-        rows.append(rows)
-        for _ in steps(again):
-            table["me"]["n"] += 1
-            rows[1].append(table["n"])
-        return table["rows"] is rows, rows[0]["me"] is table, table["n"], rows[2:]
-
-    assert both(script) == ((True, True, END, [*range(1, END + 1)]), (True, True, END, [*range(1, END + 1)]), "")
-
-
-def test_what_a_framework_tells_of_late_is_put_back_then() -> None:
-    def script(again: bool) -> Any:
-        variables, watcher = Variables(0), Watcher()
-        variables.ignore("again")
-        rows = watcher.rows
-        if not again:
-            variables.tell("callback", watcher)
-        for step in steps(again, variables=variables):
-            if again and step == AT:
-                variables.tell("callback", watcher)
-            watcher.seen += 1
-            watcher.rows.append(step)
-        return watcher.seen, rows
-
-    assert both(script) == ((END, [*range(END)]), (END, [*range(END)]), "")
-
-
 @pytest.mark.parametrize("changes", [True, False])
 def test_what_a_framework_never_tells_of_again_is_named_if_it_has_changed(changes: bool) -> None:
     def script(again: bool) -> Any:
@@ -660,20 +431,6 @@ def test_what_a_framework_never_tells_of_again_is_named_if_it_has_changed(change
 
     _, said, refused = both(script)
     assert refused == "" and ("the attributes of `callback` have changed" in said) is changes
-
-
-@pytest.mark.parametrize("known", [0, 1, 2])
-def test_iterators_that_a_framework_draws_from_do_not_count(known: int) -> None:
-    def script(again: bool) -> Any:
-        variables = Variables(0)
-        training, evaluation = (each for each in range(99)), (each for each in range(99))
-        for each in (training, evaluation)[:known]:
-            variables.reads(each)
-        for _ in steps(again, variables=variables):
-            next(training), next(evaluation)
-
-    refused = both(script)[2]
-    assert refused.partition("`")[2].partition("`")[0] == ("training", "evaluation", "")[known], refused
 
 
 def test_what_reading_changes_is_no_change_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from ..harness import Target
 
 FORMATS = (
     "plain", "image", "checkpoints", "spool", "segments", "publisher", "wire", "neighbour", "requests", "events",
-    "plans", "records", "options", "lightning", "store",
+    "plans", "lightning", "store",
 )  # fmt: skip
 
 
