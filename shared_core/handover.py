@@ -58,7 +58,8 @@ def warn_plain_torchrun_once() -> None:
 
 def leave_torchrun(standbys: int, options: Mapping[str, Any]) -> None:
     """Under plain ``torchrun`` on one machine: the worker of local rank 0 becomes ``swiftrun`` with as many workers,
-    and the others wait and end when it does. Returns only where there are several machines, which share no secret.
+    and the others wait and end when it does. Returns only where there are several machines, which share no secret, and
+    where something else has set a part of torchrun's variables.
 
     ``torchrun`` sees the end of ``swiftrun`` as that of a worker: it fails with it, starts it again as often as it was
     told, and its SIGTERM makes a last checkpoint. If ``torchrun`` is killed, ``swiftrun`` is told to end.
@@ -70,7 +71,7 @@ def leave_torchrun(standbys: int, options: Mapping[str, Any]) -> None:
     Raises:
         SwiftError: where a script cannot be started again, see :func:`hand_over`.
     """
-    if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
+    if not _TORCHRUN.issubset(os.environ) or int(os.environ["GROUP_WORLD_SIZE"]) > 1:
         return
     workers = int(os.environ["LOCAL_WORLD_SIZE"])
     if int(os.environ["LOCAL_RANK"]) > 0:

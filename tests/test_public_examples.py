@@ -39,6 +39,7 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 #: Each in a process of its own, after the imports.
 EACH = """
 import atexit, os, sys, traceback
+os.environ["GROUP_WORLD_SIZE"] = "2"  # of several machines nothing becomes swiftrun
 for name, code in EXAMPLES.items():
     print(name, flush=True)
     if (child := os.fork()) == 0:

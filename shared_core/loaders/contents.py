@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from shared_core.errors import Unsupported
 
+#: Bytes of a batch that is published whole at each step boundary.
+MOST_WHOLE = 1 << 16
 #: So many items of each data set are looked at.
 _LOOKED_AT = 16
 
@@ -89,26 +92,31 @@ def summed(item: Any, before: int) -> int:
     return found
 
 
-def published(item: Any) -> tuple[str, Any]:
-    """An item, where it is plain data, else its checksum. Tensors and arrays are not copied."""
-    return ("item", item) if _is_plain(item) else ("sum", summed(item, 0))
+def published(item: Any, most: float) -> tuple[str, Any]:
+    """An item, where it is plain data of at most ``most`` bytes, else its checksum. Tensors are not copied."""
+    size = _size(item)
+    return ("item", item) if size <= most and size < math.inf else ("sum", summed(item, 0))
 
 
-def _is_plain(item: Any) -> bool:
+def _size(item: Any) -> float:
+    """Bytes in tensors and arrays, and entries; infinite where there is something else than plain data."""
     if type(item) in (list, tuple):
-        return all(map(_is_plain, item))
+        return len(item) + sum(map(_size, item))
     if type(item) is dict:
-        return all(type(key) in (str, int) and _is_plain(value) for key, value in item.items())
+        return len(item) + sum(map(_size, item.values())) if all(type(key) in (str, int) for key in item) else math.inf
     if type(item) is torch.Tensor:
-        return item.is_cpu and item.layout is torch.strided and not item.requires_grad
-    return type(item) is np.ndarray and item.dtype != object or item is None or type(item) in (bool, int, float, str)
+        plain = item.is_cpu and item.layout is torch.strided and not item.requires_grad and not item.is_quantized
+        return item.nbytes if plain else math.inf
+    if type(item) is np.ndarray:
+        return item.nbytes if item.dtype.kind in "biufc" else math.inf
+    return len(item) if type(item) is str else 0 if item is None or type(item) in (bool, int, float) else math.inf
 
 
 def as_published(hand: Sequence[tuple[str, Any]], again: Iterable[Any], rank: int) -> list[Any]:
-    """The items that a failed worker had fetched ahead of their use: its own, where they were :func:`published`.
+    """The items that a failed worker had fetched ahead of their use: its own, where they were :func:`published` whole.
 
     Args:
-        hand: the newest of them, as published; empty where reading them again gives the same.
+        hand: the newest of them, as published.
         again: the items, read again.
 
     Raises:
@@ -120,10 +128,10 @@ def as_published(hand: Sequence[tuple[str, Any]], again: Iterable[Any], rank: in
             items[number] = value
         elif summed(items[number], 0) != value:
             raise Unsupported(
-                f"rank {rank}: a {type(items[number]).__name__} that the failed worker had fetched ahead of its use is "
-                "another one when it is read again: reading changes what it depends on, such as a generator or a "
-                "counter of the script. Keep that in the data set, or give batches as tensors in lists, tuples and "
-                "dictionaries (docs/loops.md)"
+                f"rank {rank}: a batch that the failed worker had fetched ahead of its use is another one when it is "
+                "read again: it depends on something that training or reading changes, such as a stage, a counter or "
+                "a generator of the script. Let it depend on what the data set holds, and change that between epochs "
+                "(docs/loops.md)"
             )
     return items
 

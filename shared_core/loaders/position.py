@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_core.loaders.contents import published, summed
+from shared_core.loaders.contents import MOST_WHOLE, published, summed
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing
 from shared_core.loaders.place import ReadingRecord
@@ -91,7 +92,7 @@ class Position(Iterator[Any]):
         if record.items_sum is not None:
             record.items_sum = summed(item, record.items_sum)
         record.delivered += 1
-        if self._ahead and engine.in_process:
+        if self._ahead:
             self._hand.append(item)
         if self._drawing is not None:
             record.indices_sum = self._drawing.sum_at(record.delivered)
@@ -111,13 +112,15 @@ class Position(Iterator[Any]):
         return [mark.pack() for mark in self._recent] if self._ahead else []
 
     def plain_hand(self) -> list[Any]:
-        """Items that may not have been used, as :func:`published`, where reading them again may give others: reading
-        changes what cannot be put back, which the script may have changed too.
+        """Items that may not have been used, as :func:`published`. Reading them again may give others: training may
+        change what they depend on, and reading what cannot be put back.
         """
-        record = self.record
-        if not self._ahead or self._engine.kind is not LoaderKind.RESTORE or record.rereads == {}:
-            return []
-        return [published(item) for item in self._hand]
+        engine = self._engine
+        if not self._ahead or engine.kind not in (LoaderKind.RESTORE, LoaderKind.SEEDED):
+            return []  # others compare all that they read
+        # What a loader worker reads later may be others, too, so those must be the same.
+        most = -1.0 if not engine.in_process else MOST_WHOLE if self.record.rereads == {} else math.inf
+        return [published(item, most) for item in self._hand]
 
     def up_to_date(self) -> ReadingRecord:
         """The record, with what is not noted at each fetch."""
@@ -150,8 +153,7 @@ class Position(Iterator[Any]):
         """
         self._told, self._latest = deque(told), None  # what was seen before tells nothing of generators that were set
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
-        if self._ahead and self._engine.in_process:
-            self._hand.extend(items)
+        self._hand.extend(items if self._ahead else ())
         self._log.notes = record.fetches
         if drawing is not None:
             record.draws = drawing.draws

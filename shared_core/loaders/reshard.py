@@ -120,7 +120,7 @@ def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
         "turn": 0,
         "stream": None,
     }
-    return {"iterations": [record], "recent": [], "indices": indices}
+    return {"iterations": [record], "recent": [], "hand": [], "indices": indices}
 
 
 def pack_indices(indices: Sequence[Any]) -> Any:

@@ -128,7 +128,7 @@ class Failing(Archive):
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.bad: int | None = None
-        super().__init__(folder, write=self._append, **options)
+        super().__init__(folder, **options)
 
     def _append(self, fd: int, parts: Sequence[bytes | memoryview[Any]]) -> None:
         if self.bad == errno.ENOSPC:

@@ -55,7 +55,7 @@ def test_without_a_strategy_of_ours(tmp_path: Path) -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callback = SwiftCheckpoint(tmp_path)
     trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[callback], **quiet)
-    with pytest.raises(ConfigError, match=r"no checkpoints with SingleDeviceStrategy: choose .*swift_ddp"):
+    with pytest.raises(ConfigError, match=r"no checkpoints with SingleDeviceStrategy: choose .*ddp"):
         callback.setup(trainer, pl.LightningModule(), "fit")
 
 

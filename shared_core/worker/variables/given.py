@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ class Given:
             for *way, name in attributes_given(each):
                 self.names.add(name)
                 to = _reached(way, variables)
-                if _is_of_library(to):
+                if _is_of_library(to) and (to, name) != (os, "environ"):  # by |=; its changes are settings
                     self._held.setdefault(id(to), (to, {}))[1][name] = None
 
     def holders(self) -> Iterator[tuple[str, Any, list[str]]]:
