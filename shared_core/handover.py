@@ -81,7 +81,7 @@ def leave_torchrun(standbys: int, options: Mapping[str, Any]) -> None:
         os._exit(0)  # if it failed, torchrun has seen that
     if workers > 1:
         _store_of_torchrun().set(_LAUNCHER, str(os.getpid()))
-    console("started by torchrun: continuing under swiftrun, which makes checkpoints and can replace a failed worker")
+    console("started by torchrun: continuing under swiftrun, which can replace a failed worker")
     process.die_with_parent(os.getppid(), signal.SIGTERM)
     for name in [each for each in os.environ if each.startswith("TORCHELASTIC_") or each in _TORCHRUN]:
         del os.environ[name]

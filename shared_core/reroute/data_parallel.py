@@ -389,7 +389,7 @@ class Shares:
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise Unsupported(
                     f"{what} cannot be used with batch normalisation, whose running statistics belong to one worker: "
-                    "use GroupNorm or LayerNorm, or choose on_failure='replace' and a loop of its own"
+                    "use GroupNorm or LayerNorm, or on_failure='replace' with an ordinary training loop"
                 )
 
     @contextmanager
@@ -408,7 +408,7 @@ class Shares:
         if changed:
             raise Unsupported(
                 f"the forward pass changes the buffer {changed[0]!r}, which would then depend on who computes whose "
-                f"share: {self._what} cannot be used with this model; choose on_failure='replace' and a loop of its own"
+                f"share: {self._what} cannot be used with this model. Use on_failure='replace' with an ordinary training loop"
             )
         if self._issued() != issued:
             raise Unsupported(

@@ -128,7 +128,7 @@ def survey(outputs: Iterable[Node], inputs: Iterable[Node]) -> Survey:
             weighty.add(node)
     for node in edges:
         if (node in trunk or node in weighty) and _runs_backward(type(node)):
-            return Survey(whole=f"{node.name()} runs a backward of its own, as re-entrant checkpointing does")
+            return Survey(whole=f"{node.name()} runs its own backward pass, as re-entrant checkpointing does")
     if not ends and any(map(_is_taken, edges)):
         return Survey(whole="what was saved is checkpointed or off-loaded, and no input needs a gradient")
     compiled = any(node.name() == COMPILED for node in edges)

@@ -61,7 +61,7 @@ class Compiled:
 
 
 def differs(own: Orders, before: Orders) -> str:
-    """Why code of who had met ``before`` cannot be run by who has met ``own``; empty if it can."""
+    """Why code compiled in a process that saw ``before`` cannot run in one that saw ``own``; empty if it can."""
     for where, met in before.items():
         if compat.ANY_SIZE in met[0]:
             return f"sizes of {where} have changed within a batch, and torch.compile has compiled it for any"

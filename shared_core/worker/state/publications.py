@@ -299,7 +299,7 @@ class RecordFile:
         return found
 
     def _move(self, payload: list[bytes]) -> None:
-        """Write the file anew, to disk where memory is full."""
+        """Rewrite the file; on disk if memory is full."""
         self._disk.write(self._path, sum(map(len, payload)), lambda there: write_file(there, payload))
         self.open_again()
 
