@@ -22,13 +22,14 @@ from tests.support.report import OUT
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--mixed_precision=no")
-#: Case -> how it is started, number of workers.
+#: Case of the script -> how it is started, number of workers.
 CASES: dict[str, tuple[tuple[str, ...], int]] = {
     "lightning_19764": (TORCHRUN, 2),
     "lightning_20550": ((), 1),
     "accelerate_2823": (ACCELERATE, 2),
     "accelerate_4195": (TORCHRUN, 2),
     "transformers": (TORCHRUN, 2),
+    "alone": ((), 1),
 }
 #: Step boundary of the newest checkpoint, in the second epoch of eight batches, and the batch at which all are killed.
 NEWEST, STOP = 10, 13

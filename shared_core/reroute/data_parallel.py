@@ -408,7 +408,8 @@ class Shares:
         if changed:
             raise Unsupported(
                 f"the forward pass changes the buffer {changed[0]!r}, which would then depend on who computes whose "
-                f"share: {self._what} cannot be used with this model. Use on_failure='replace' with an ordinary training loop"
+                f"share: {self._what} cannot be used with this model. Use on_failure='replace' with an ordinary "
+                "training loop"
             )
         if self._issued() != issued:
             raise Unsupported(

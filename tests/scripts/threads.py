@@ -137,6 +137,11 @@ def accelerate_2823(checkpoints: str | None) -> dict[str, Any]:
     return with_accelerate(checkpoints, use_seedable_sampler=True)
 
 
+def alone(checkpoints: str | None) -> dict[str, Any]:
+    """One process of ``python``."""
+    return with_accelerate(checkpoints)
+
+
 def accelerate_4195(checkpoints: str | None) -> dict[str, Any]:
     """The order that a generator draws. ``use_stateful_dataloader`` is refused by name: nobody needs it here."""
     return with_accelerate(checkpoints)
@@ -194,7 +199,8 @@ def transformers(checkpoints: str | None) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[str | None], dict[str, Any]]] = {
-    each.__name__: each for each in (lightning_19764, lightning_20550, accelerate_2823, accelerate_4195, transformers)
+    each.__name__: each
+    for each in (lightning_19764, lightning_20550, accelerate_2823, accelerate_4195, transformers, alone)
 }
 
 if __name__ == "__main__":
