@@ -25,6 +25,7 @@ KINDS = (
     "failed",
     "drained",
     "straggler",
+    "computed_again",
     "generation",
     "survivor_ready",
     "replacement_start",

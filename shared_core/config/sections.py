@@ -317,10 +317,23 @@ class StateOptions(Section, section="state"):
         "`DistributedDataParallel`; 1 heals it, 0 compares none ([how_it_works.md](how_it_works.md#silent-corruption))",
     )
 
+    recompute_every: int = option(
+        0,
+        _COUNT,
+        "updates from one batch that a copy of each worker computes again to the next, against wrong arithmetic, under "
+        "`DistributedDataParallel`; 0: none ([how_it_works.md](how_it_works.md#silent-corruption))",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verify_every and not self.verify_checksums:
-            raise ConfigError("state.verify_every needs state.verify_checksums: leave that at true")
+        if self.heals_corruption and not self.verify_checksums:
+            name = "verify_every" if self.verify_every else "recompute_every"
+            raise ConfigError(f"state.{name} needs state.verify_checksums: leave that at true")
+
+    @property
+    def heals_corruption(self) -> bool:
+        """Whether a worker whose state or gradients are wrong is replaced before others have used them."""
+        return bool(self.verify_every or self.recompute_every)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog, console
-from shared_core.faults.spec import ANY_STEP, EXIT_CODE, FLIPS, REFUSALS, SLOW, Fault, dumps, loads
+from shared_core.faults.spec import ANY_STEP, EXIT_CODE, FLIP_VALUE, FLIPS, REFUSALS, SLOW, Fault, dumps, loads
 from shared_core.kinds import open_regular
 from shared_core.waiting import Wait, poll
 
@@ -66,7 +66,7 @@ class _Injector:
         for index in _struck_indices():
             self.pending.pop(index, None)
 
-    def visit(self, name: str) -> None:
+    def visit(self, name: str, tensors: Sequence[Any] = ()) -> None:
         """Count one occurrence of a point and strike, on this thread, if a fault is due."""
         if os.getpid() != self.pid:  # a child of the worker, such as a data loader's: not a rank
             return
@@ -77,7 +77,7 @@ class _Injector:
             self.counts[name] += 1
             due = self._take(name)
         if due is not None:
-            strike(due[1], due[0], self.boundaries)
+            strike(due[1], due[0], self.boundaries, tensors)
 
     def _take(self, name: str) -> tuple[int, Fault] | None:
         for index, fault in self.pending.items():
@@ -104,16 +104,18 @@ _active = True
 _injector: _Injector | None = None
 
 
-def point(name: str, **info: Any) -> None:
-    """A place, one of :data:`shared_core.faults.spec.POINTS`, where a fault may strike; ``info`` is for readers."""
+def point(name: str, tensors: Sequence[Any] = (), **info: Any) -> None:
+    """A place, one of :data:`shared_core.faults.spec.POINTS`, where a fault may strike; ``info`` is for readers.
+    ``tensors``: what the program has there, on the CPU, in which a bit may flip.
+    """
     if _active:
-        _visit(name)
+        _visit(name, tensors)
 
 
-def _visit(name: str) -> None:
+def _visit(name: str, tensors: Sequence[Any]) -> None:
     injector = _resolve()
     if injector is not None:
-        injector.visit(name)
+        injector.visit(name, tensors)
 
 
 def _resolve() -> _Injector | None:
@@ -186,6 +188,22 @@ def flips_by(flip: Callable[[str, int], None]) -> None:
     _flip = flip
 
 
+def flip_bit(tensors: Sequence[Any], bit: int) -> None:
+    """Flip one bit of tensors on the CPU as faulty memory does: no version counter and no hook sees it.
+
+    Args:
+        bit: its number in all of them, one behind the other; taken modulo their number. Raises IndexError if there are
+            none.
+    """
+    sizes = [8 * tensor.nbytes for tensor in tensors]
+    bit = bit % sum(sizes) if any(sizes) else 0
+    place = 0
+    while bit >= sizes[place]:
+        bit, place = bit - sizes[place], place + 1
+    raw = (ctypes.c_uint8 * tensors[place].nbytes).from_address(tensors[place].data_ptr())
+    raw[bit // 8] ^= 1 << bit % 8
+
+
 def set_step(boundaries: int) -> None:
     """Set the rank's step boundaries, the one of the present batch included; a replacement calls it when it joins."""
     injector = _resolve() if _active else _injector
@@ -215,8 +233,9 @@ def _operations(each: Callable[[], None]) -> AbstractContextManager[Any]:
     return BeforeEach(each)
 
 
-def strike(fault: Fault, index: int = -1, boundaries: int = 0) -> None:
+def strike(fault: Fault, index: int = -1, boundaries: int = 0, tensors: Sequence[Any] = ()) -> None:
     """Record a fault and carry it out on this process; ``index`` is its place in the job's list, -1 for none.
+    ``tensors``: see :func:`point`.
 
     Raises FaultInjected, an OSError of :data:`~shared_core.faults.spec.REFUSALS`, or WaitTimeout for ``after``.
     """
@@ -225,14 +244,14 @@ def strike(fault: Fault, index: int = -1, boundaries: int = 0) -> None:
         wait = Wait(f"rank {fault.rank}, struck at {fault.point},", f"fault {first} to strike", AFTER_S, bound="after")
         poll(lambda: first in _struck_indices(), lambda: False, wait)
     if fault.delay_s:
-        timer = threading.Timer(fault.delay_s, _carry_out, (fault, index, boundaries))
+        timer = threading.Timer(fault.delay_s, _carry_out, (fault, index, boundaries, tensors))
         timer.daemon = True
         timer.start()
     else:
-        _carry_out(fault, index, boundaries)
+        _carry_out(fault, index, boundaries, tensors)
 
 
-def _carry_out(fault: Fault, index: int, boundaries: int) -> None:
+def _carry_out(fault: Fault, index: int, boundaries: int, tensors: Sequence[Any]) -> None:
     _record(fault, index, boundaries)
     if fault.kind == "exception":
         raise FaultInjected(f"injected into rank {fault.rank} at {fault.point}, step {boundaries}")
@@ -241,6 +260,9 @@ def _carry_out(fault: Fault, index: int, boundaries: int) -> None:
         raise OSError(number, os.strerror(number))
     if fault.kind in FLIPS:
         _flip(fault.kind, fault.bit)
+        return
+    if fault.kind == FLIP_VALUE:
+        flip_bit(tensors, fault.bit)
         return
     if fault.kind == SLOW:
         _share_core()

@@ -20,6 +20,9 @@ REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFI
 
 #: Memory that fails in silence: one bit flips, of a parameter or of optimizer state. Nobody fails.
 FLIPS: tuple[str, ...] = ("flip.parameter", "flip.optimizer")
+#: One bit of what the program has at the point flips: its batch (``forward.before``), the model's output (``forward``),
+#: what it gives to a collective or has got from it (``collective.before`` and ``after``). Nobody fails.
+FLIP_VALUE = "flip.value"
 #: The worker shares its core with busy loops from now on. Nobody fails.
 SLOW = "slow"
 
@@ -35,6 +38,7 @@ POINTS: tuple[str, ...] = (
     "step_boundary",
     # A worker that was told to leave has published the step boundary where it does.
     "leave",
+    "forward.before",
     "forward",
     "collective.before",
     "collective.after",
@@ -129,7 +133,7 @@ ANY_STEP = -1
 EXIT_CODE = 17
 
 #: Kinds that cannot come from a timer thread, because they act on the thread that meets the point.
-_NEEDS_THE_THREAD = frozenset({"exception", *REFUSALS, *FLIPS})
+_NEEDS_THE_THREAD = frozenset({"exception", *REFUSALS, *FLIPS, FLIP_VALUE})
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Fault:
         step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
-        kind: one of :data:`KINDS`, :data:`REFUSALS` or :data:`FLIPS`, or :data:`SLOW`.
+        kind: one of :data:`KINDS`, :data:`REFUSALS` or :data:`FLIPS`, :data:`FLIP_VALUE` or :data:`SLOW`.
         nth: which occurrence of the point since the last step boundary, from 1; for ``update.during`` which tensor
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
@@ -170,7 +174,7 @@ class Fault:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"fault: {name} must be an int, got {value!r}")
         _one_of("point", self.point, POINTS)
-        _one_of("kind", self.kind, (*KINDS, *REFUSALS, *FLIPS, SLOW))
+        _one_of("kind", self.kind, (*KINDS, *REFUSALS, *FLIPS, FLIP_VALUE, SLOW))
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"fault: {name} must be at least {bound}, got {getattr(self, name)}")

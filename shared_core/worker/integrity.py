@@ -1,5 +1,6 @@
 """Replicas are compared while they train (``state.verify_every``): at the end of a backward pass, before DDP gives the
-program its sums, and before a checkpoint.
+program its sums, and before a checkpoint. At the first place a worker is also compared with its copy, which has
+computed the same batch (``state.recompute_every``).
 
 A bit that flips in a parameter or in optimizer state stays flipped until the next update, so a comparison behind the
 last use of the parameters and before the update sees all that can have entered a gradient. Where every update is
@@ -22,12 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import ReplicaMismatch, Unsupported
+from shared_core.events import console_once
+from shared_core.faults import inject
+from shared_core.system import process
 from shared_core.waiting import ranks_text
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.op import Op
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.replicas import minority
+from shared_core.worker.second_run import SecondRun
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.replicated import Replicated
@@ -35,22 +40,12 @@ from shared_core.worker.state.updates import Updates
 
 
 def flip(replicated: Replicated, kind: str, bit: int) -> None:
-    """Flip one bit of a tensor on the CPU as faulty memory does: no version counter and no hook sees it.
-
-    Args:
-        kind: ``flip.parameter`` or ``flip.optimizer``.
-        bit: its number in all parameters, or in all tensors of optimizers one behind the other; taken modulo their
-            number. Raises IndexError if there are none.
+    """Flip one bit, numbered by ``bit`` as :func:`shared_core.faults.inject.flip_bit` does, of all parameters (``kind``
+    ``flip.parameter``), or of all tensors of optimizers (``flip.optimizer``).
     """
     description, tensors = replicated.export()
     count = description["parameters"]
-    chosen = tensors[:count] if kind == "flip.parameter" else tensors[count:]
-    sizes = [8 * tensor.nbytes for tensor in chosen]
-    bit = bit % sum(sizes) if any(sizes) else 0
-    place = 0
-    while bit >= sizes[place]:
-        bit, place = bit - sizes[place], place + 1
-    chosen[place].view(-1).view(torch.uint8).numpy()[bit // 8] ^= 1 << bit % 8
+    inject.flip_bit(tensors[:count] if kind == "flip.parameter" else tensors[count:], bit)
 
 
 def refuse_comparing(
@@ -62,7 +57,7 @@ def refuse_comparing(
     whole: bool,
     operates: bool,
 ) -> None:
-    """Raises Unsupported where replicas cannot be compared before their gradients are used.
+    """Raises Unsupported where replicas, or a worker and its copy, cannot be compared before gradients are used.
 
     Args:
         summed: identities of the parameters whose gradients DDP sums.
@@ -81,11 +76,31 @@ def refuse_comparing(
     elif not operates:
         why = "here torch's own backend reduces them, out of sight"
     if why:
-        raise Unsupported(f"state.verify_every compares replicas before their gradients are used, and {why}")
+        option = "verify_every compares replicas" if config.state.verify_every else "recompute_every compares gradients"
+        raise Unsupported(f"state.{option} before their gradients are used, and {why}")
+
+
+def _refuse_copies() -> None:
+    """Raises Unsupported where a forked copy of this process cannot compute what it computes."""
+    why = ""
+    if torch.accelerator.is_available():
+        why = "there is a device, whose driver does not survive a fork"
+    elif torch.get_num_threads() > 1:
+        why = f"operations of torch use {torch.get_num_threads()} threads: set OMP_NUM_THREADS=1"
+    elif process.children():
+        why = "this worker has child processes, which serve one process: load data with num_workers=0"
+    if why:
+        raise Unsupported(f"state.recompute_every has a copy of each worker compute a batch again, and {why}")
+
+
+#: What a rank says of its computation.
+_AGREES, _DIFFERS, _UNKNOWN = range(3)
 
 
 class StateCheck:
-    """Compares the replicated state of all ranks. All call the same methods at the same places of the program."""
+    """Compares the replicated state of all ranks, and what each has computed with what its copy has. All call the same
+    methods at the same places of the program.
+    """
 
     def __init__(
         self,
@@ -94,8 +109,10 @@ class StateCheck:
         position: BoundaryPosition,
         checkpoints: Callable[[], Checkpoints],
     ) -> None:
+        self._second_run: SecondRun | None = None
+        self._forked_at = self._runs_at = -1
         self.begin(context)
-        self._every = context.env.config.state.verify_every
+        self._every, self._again = context.env.config.state.verify_every, context.env.config.state.recompute_every
         self._updates, self._position, self._checkpoints = updates, position, checkpoints
         self._graph, self._reductions, self._buckets = -1, 0, list[Op]()
         self._pending = False
@@ -103,12 +120,45 @@ class StateCheck:
     def begin(self, context: Context) -> None:
         """Be that of the worker that ``context`` describes; again in a forked copy of the process."""
         self._env, self._runtime = context.env, context.runtime
-        self._store, self._fatal_actions = context.store, context.fatal_actions
+        self._store, self._fatal_actions, self._events = context.store, context.fatal_actions, context.events
+        self._drop_copies()
+
+    @property
+    def in_copy(self) -> bool:
+        """Whether this process is a copy, which computes a batch again."""
+        return self._second_run is not None and self._second_run.copy
+
+    def _due(self, every: int, version: int) -> bool:
+        return every > 0 and version % every == 0 and self._position.boundaries > 0
+
+    def after_boundary(self) -> None:
+        """A step boundary was published, and nothing of the batch has run: fork what computes the batch again. Raises
+        Unsupported where a copy can never do so.
+        """
+        version = self._updates.version
+        if self._second_run is not None and self._forked_at == version:
+            return  # gradients are accumulated over several batches
+        self._drop_copies()
+        if not version or not self._due(self._again, version) or version == self._runs_at:
+            return
+        if self._forked_at < 0:
+            _refuse_copies()
+        self._forked_at = version
+        if process.children():
+            self._tell("this worker has child processes now")
+        else:
+            self._second_run = SecondRun(self._runtime)
+
+    def _drop_copies(self) -> None:
+        if self._second_run is not None:
+            self._second_run.end()
+            self._second_run = None
 
     def before_bucket(self) -> None:
         """A gradient is about to be reduced, in a backward pass; on its thread."""
         version = self._updates.version
-        if not self._every or version % self._every or not self._position.boundaries or self._position.joining:
+        again = version > 0 and version != self._runs_at and self._due(self._again, version)
+        if not (again or self._due(self._every, version)) or self._position.joining:
             return
         graph = torch._C._current_graph_task_id()
         if graph != self._graph:
@@ -135,7 +185,53 @@ class StateCheck:
         self._graph, buckets = -1, list(self._buckets)
         self._buckets.clear()
         alone = self._reductions == len(buckets) and version == self._updates.version
-        self._compare(self._every == 1 and alone and not self._pending and self._can_reduce_again(buckets), buckets)
+        contained = alone and not self._pending and self._can_reduce_again(buckets)
+        if version and version != self._runs_at and self._due(self._again, version):
+            self._runs_at = version
+            self._compare_computations(contained, buckets)
+        if self._due(self._every, version):
+            self._compare(self._every == 1 and contained, buckets)
+
+    def _compare_computations(self, contained: bool, buckets: Sequence[Op]) -> None:
+        """Return with ``buckets`` reduced from what each rank has computed as its copy has. Blocks. ``contained``:
+        nothing else of this batch was given to others.
+        """
+        mine, text = _AGREES, ""
+        if self._second_run is not None:
+            differs, text = self._second_run.verdict()
+            mine = _AGREES if differs is False else _DIFFERS if differs else _UNKNOWN
+            self._second_run = None
+            self._events.emit("computed_again", rank=self._env.rank, update=self._updates.version, found=mine, why=text)
+        told = [said for (said,) in self._gathered(torch.tensor([mine]))]
+        if mine == _AGREES and text:
+            self._tell(text)
+        update = self._updates.version
+        if _UNKNOWN in told:
+            if mine == _UNKNOWN:
+                self._fatal_actions.give_up(
+                    ReplicaMismatch(
+                        f"corruption: rank {self._env.rank} and its copy have computed other gradients from the same "
+                        f"batch at update {update}, and nobody knows which are right ({text}). Either training is not "
+                        "deterministic here (an unseeded random number, a clock, an operation without a fixed order: "
+                        "torch.use_deterministic_algorithms(True) names it), or this machine computes wrongly"
+                    )
+                )
+            self._fatal_actions.await_end()
+        wrong = [rank for rank, said in enumerate(told) if said == _DIFFERS]
+        if not wrong:
+            return
+        who = f"{ranks_text(wrong)} computed gradients at update {update} that two copies of the worker did not"
+        if not contained:
+            self._go_back(who)
+        # Not told[rank]: that may be a failed worker's, whose replacement gets here by the log.
+        if mine == _DIFFERS:
+            self._leave(who)
+        self._reduce_again(buckets)
+
+    def _tell(self, why: str) -> None:
+        """For people, once: the batch has no second computation, or one that proves nothing."""
+        rank, update = self._env.rank, self._updates.version
+        console_once(f"recompute {rank}", f"rank {rank}: state.recompute_every at update {update}: {why}")
 
     def _can_reduce_again(self, buckets: Sequence[Op]) -> bool:
         replicated, runtime = self._updates.replicated, self._runtime

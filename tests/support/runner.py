@@ -17,7 +17,7 @@ from typing import Any
 
 from shared_core.events import Event, read_events
 from shared_core.faults.inject import STRUCK, read_struck
-from shared_core.faults.spec import EXIT_CODE, FLIPS, REFUSALS, SLOW, Fault, dumps
+from shared_core.faults.spec import EXIT_CODE, FLIP_VALUE, FLIPS, REFUSALS, SLOW, Fault, dumps
 from tests.support.plain import PlainLauncher
 from tests.support.processes import MARK, describe, kill_marked, wait_gone
 from tests.support.report import OUT, start_time
@@ -360,7 +360,7 @@ _CONFIRMS: dict[str, tuple[str, ...]] = {
     "segfault": ("SIGSEGV", "signal 11"),
     "os._exit": (f"{EXIT_CODE}",),
     "exception": ("code 1", "status 1", "FaultInjected", "exception"),
-} | dict.fromkeys(FLIPS, ("corruption",))
+} | dict.fromkeys((*FLIPS, FLIP_VALUE), ("corruption",))
 
 
 def unconfirmed(result: JobResult) -> list[str]:

@@ -40,7 +40,8 @@ class Operations:
         self._state, self._groups, self._results, self._others = state, groups, results, others
         self._startup = StartUp(state)
         self._scripted: deque[list[torch.Tensor]] = deque()
-        self._answers: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+        self._answers: Callable[[GroupState, Op, Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+        self._observer: Callable[[GroupState, Op, Sequence[torch.Tensor]], None] | None = None
         self.served = 0
 
     @contextmanager
@@ -55,11 +56,19 @@ class Operations:
     @contextmanager
     def answered(self, by: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
         """Operations in here get ``by(inputs)`` and no number: DDP learns a graph."""
-        self._answers = by
+        self.answer_all(lambda group, op, inputs: by(list(inputs)))
         try:
             yield
         finally:
             self._answers = None
+
+    def answer_all(self, by: Callable[[GroupState, Op, Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> None:
+        """From now on operations get ``by(group, op, inputs)`` and no number."""
+        self._answers = by
+
+    def observe(self, by: Callable[[GroupState, Op, Sequence[torch.Tensor]], None] | None) -> None:
+        """Call ``by(group, op, inputs)`` before each operation is issued, until another is given, or None."""
+        self._observer = by
 
     def submit(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> None:
         """Issue, serve or queue an operation. Returns at once, except while the program's thread calls an operation of
@@ -73,13 +82,15 @@ class Operations:
             RuntimeError: if gloo refuses the arguments.
         """
         state = self._state
-        inject.point("collective.before", operation=op.signature[0])
+        inject.point("collective.before", inputs, operation=op.signature[0])
         if self._scripted:
             op.serve(self._scripted.popleft())
             return
         if self._answers is not None:
-            op.serve(self._answers(list(inputs)))
+            op.serve(self._answers(group, op, inputs))
             return
+        if self._observer is not None:
+            self._observer(group, op, inputs)
         if state.absent and group.size == state.world_size and threading.current_thread() is threading.main_thread():
             state.listener.await_absent()
         logged = None
@@ -176,7 +187,7 @@ class Operations:
             state.note_waiting(-1)
         try:
             # before the caller can continue: "after the second collective of step 3" is then always in step 3
-            inject.point("collective.after", operation=op.signature[0])
+            inject.point("collective.after", op.results, operation=op.signature[0])
         except inject.FaultInjected as fault:
             op.future.set_exception(fault)
         else:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
+
+from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
+from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import GroupPlaces
@@ -62,6 +66,18 @@ class Runtime(SharedState):
         for group in self.groups.all():
             group.begin_again()
         self.generations.begin_again()
+
+    def computes_again(
+        self,
+        listener: OperationListener,
+        answer: Callable[[GroupState, Op, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> None:
+        """In a forked copy that computes beside this worker: operations get ``answer(group, op, inputs)``, and nothing
+        goes to other ranks.
+        """
+        self.listener = listener
+        self.operations.answer_all(answer)
+        self.ended = SwiftError("a copy of a worker sends nothing")
 
     @property
     def addresses(self) -> frozenset[str]:

@@ -365,6 +365,10 @@ class StepBoundaries:
         self._progress.expect(left)
 
     def batch(self, accumulating: bool, epoch: int | None) -> bool:
+        if self._state_check.in_copy:  # it ends where gradients are reduced
+            self._position.boundaries += 1
+            self._runtime.place.step(epoch)
+            return False
         inject.point("step_boundary")
         self._reporter.deliver()
         if self._joining.at("batch"):
@@ -390,10 +394,13 @@ class StepBoundaries:
         self._trained.meet()
         self._state_check.before_boundary(bool(grads))
         self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
+        self._state_check.after_boundary()
         return False
 
     def evaluation(self) -> bool:
         """As :meth:`batch`, at the start of a stand-alone evaluation."""
+        if self._state_check.in_copy:
+            os._exit(0)
         self._reporter.deliver()
         if self._joining.at("eval"):
             return True

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from shared_core import devices
 from shared_core.config import SwiftConfig
@@ -156,7 +157,7 @@ class Trained:
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
-        if self._config.state.verify_every and self._runtime.world_size > 1:
+        if self._config.state.heals_corruption and self._runtime.world_size > 1:
             operates, whole = self._runtime.operates, alike and not divided
             refuse_comparing(self._config, self._buckets.modules, replicated, summed, whole=whole, operates=operates)
         self.unoptimized = UnoptimizedParameters(replicated, summed)
@@ -188,6 +189,7 @@ class Trained:
         self._parts.variables.attach(modules, optimizers)
         if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
             inject.flips_by(partial(flip, replicated))
+            self._handles.append(modules[0].register_forward_pre_hook(_inject_before))
             self._handles.append(modules[0].register_forward_hook(_inject))
 
     @out_of_graphs
@@ -373,5 +375,14 @@ class Trained:
 
 
 @out_of_graphs
-def _inject(*_: object) -> None:
-    inject.point("forward")
+def _inject_before(_: nn.Module, args: Any) -> None:
+    inject.point("forward.before", _tensors(args))
+
+
+@out_of_graphs
+def _inject(_: nn.Module, args: Any, output: Any) -> None:
+    inject.point("forward", _tensors(output))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.is_cpu]

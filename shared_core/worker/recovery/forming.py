@@ -190,7 +190,7 @@ class Forming:
         # What a failed worker with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         runtime.damaged = born.divergent(self._env.rank)
-        skips = (runtime.damaged and not self._env.config.state.verify_every) or plan.copies
+        skips = (runtime.damaged and not self._env.config.state.heals_corruption) or plan.copies
         runtime.expected = {} if skips else self._publisher.input_checksums.read()
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:

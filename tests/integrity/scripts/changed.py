@@ -1,4 +1,6 @@
-"""``plain_ddp.py`` whose gradients are not reduced again (``unhealed``), or that tells others what forward gives."""
+"""``plain_ddp.py`` whose gradients are not reduced again (``unhealed``), that tells others what forward gives
+(``exchanging``), or whose forward appends to a file (``writing``) or reads on in one (``reading``).
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,34 @@ def exchanging(*args: Any) -> nn.Module:
     return nn.Sequential(model(*args), Exchange())
 
 
+class Line(nn.Module):
+    """Adds to the log of a rank, or scales by the next number of a file that all of its forwards share."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__()
+        self.path, self.file = path, path.open() if mode == "reading" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.file is not None:
+            return x * float(self.file.readline())
+        with self.path.open("a") as log:
+            log.write("forward\n")
+        return x
+
+
+def with_lines(*args: Any) -> nn.Module:
+    path = Path(os.environ["SWIFT_TEST_OUT"], f"lines{os.environ['RANK']}")
+    if what == "reading":
+        path.write_text("".join(f"{i}.{i:09000}\n" for i in range(1, 9)))  # more than a file object reads ahead
+    return nn.Sequential(model(*args), Line(path, what))
+
+
 if __name__ == "__main__":
     what = sys.argv.pop(1)
     if what == "exchanging":
         plain_ddp.model = exchanging  # type: ignore[assignment]
+    elif what in ("writing", "reading"):
+        plain_ddp.model = with_lines  # type: ignore[assignment]
     elif not os.environ.get("SWIFT_BASELINE"):
         from shared_core.worker.integrity import StateCheck
 

@@ -1,0 +1,324 @@
+"""A batch computed a second time, by a copy of the worker, against arithmetic that fails in silence
+(``state.recompute_every``).
+
+At a step boundary the worker forks a copy of itself. It runs the batch from there to the end of the first backward pass
+that reduces gradients, on another core if it may, and sums what it would give to other ranks; what they give comes from
+the worker. Where the two differ, another copy, forked before the batch, decides.
+
+The copy changes nothing outside: what it writes to shared memory stays its own, it writes to no file, has no
+connection, and ends where it would make a file, a process or a connection. Whatever else goes wrong in it, the batch
+counts as not computed again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import random
+import resource
+import select
+import signal
+import stat
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.encoding.plain import dumps, loads
+from shared_core.errors import SwiftError
+from shared_core.protocol.frontier import StepBoundary
+from shared_core.system import process
+from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.groups import GroupState
+from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.state import KeptBucketInput
+from shared_core.worker.messages.group_log import Logged
+from shared_core.worker.state.checksums import checksum
+
+#: A copy may take so many times what the worker took, and at least so many seconds.
+_LONGER, _LEAST_S = 10, 20.0
+_POLL_S = 5e-4
+_MAP_FIXED = 0x10
+#: Group, number and length of a result that follows.
+_HEAD = struct.Struct("QQQ")
+#: What ends a copy: Python's audit events of calls that others could see.
+_SEEN_OUTSIDE = frozenset(
+    f"os.{name}"
+    for name in (
+        *("remove", "rename", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod", "chown", "utime", "setxattr"),
+        *("kill", "killpg", "system", "exec", "posix_spawn", "fork", "forkpty"),
+    )
+) | {"subprocess.Popen", "socket.connect", "socket.bind", "signal.pthread_kill", "sqlite3.connect"}
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+def inputs_sum(inputs: Sequence[torch.Tensor]) -> int | None:
+    """Checksum of what a rank gives in one operation; None for pickles, whose bytes mean nothing."""
+    if all(each.dtype == torch.uint8 for each in inputs):
+        return None
+    return checksum(torch.tensor([checksum(each) - (1 << 63) for each in inputs]))
+
+
+class SecondRun:
+    """The copies that compute one batch, in the worker that has forked them. ``differs`` after both have computed.
+
+    Attributes:
+        copy: this process is a copy.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._began = time.monotonic()
+        self._sums: list[int] = []
+        self._results = os.memfd_create("swift-results")
+        self._read, self._pids = [0, 0], [0, 0]
+        go, self._go = os.pipe()
+        self._read[0], first = os.pipe()
+        self._read[1], second = os.pipe()
+        drawn, core = random.getstate(), _core()
+        with runtime.lock:  # what it guards is whole in the copies
+            self._pids[0] = os.fork()
+            self.copy = self._pids[0] == 0
+            if self.copy:
+                self._pids[1] = os.fork()
+        if not self.copy:
+            for fd in (go, first, second):
+                os.close(fd)
+            runtime.operations.observe(self._saw)
+            return
+        decides = self._pids[1] == 0
+        os.close(self._go)
+        os.close(first if decides else second)  # the worker sees when the other one ends
+        if decides and not os.read(go, 1):
+            os._exit(0)  # nobody needs it
+        random.setstate(drawn)  # Python seeds it anew in each fork
+        self._write = second if decides else first
+        cores = os.sched_getaffinity(0)
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores - {core} or cores)
+        if not decides:
+            os.write(self._write, b"%d\n" % self._pids[1])
+            process.die_with_parent(os.getppid())
+        _isolate({self._write, self._results}, self._give_up)
+        self._at, self._graph = 0, -1
+        runtime.computes_again(_CopyListener(self), self._answer)
+
+    # -- in the worker -------------------------------------------------------------------------------
+
+    def _saw(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> None:
+        if (found := inputs_sum(inputs)) is not None:
+            self._sums.append(found)
+        if op.again is None:  # not one of DDP's buckets, whose sums the copy does not use
+            op.record = lambda: self._keep(group.id, op)
+
+    def _keep(self, group: int, op: Op) -> None:
+        """On the thread that completes the operation."""
+        data = dumps(op.results)
+        os.write(self._results, _HEAD.pack(group, op.seq, len(data)) + data)
+
+    def verdict(self) -> tuple[bool | None, str]:
+        """Whether this worker has computed something else than both copies; None where nobody knows. With a text for
+        people, empty where all agree. Blocks; no other method is called afterwards.
+        """
+        self._runtime.operations.observe(None)
+        limit = _LEAST_S + _LONGER * (time.monotonic() - self._began)
+        try:
+            pid, found = self._told(0, limit)
+            self._pids[1] = int(pid or 0)
+            if isinstance(found, str) or found == self._sums:
+                return False, found if isinstance(found, str) else ""
+            os.write(self._go, b"g")
+            decides = self._told(1, limit)[1]
+        finally:
+            self.end()
+        if decides == self._sums:
+            return False, "its copy had computed something else, and another copy did not"
+        if decides == found:
+            return True, ""
+        why = decides if isinstance(decides, str) else "it has computed something else again"
+        return None, f"another copy was to decide: {why}"
+
+    def end(self) -> None:
+        self._runtime.operations.observe(None)
+        for fd in (self._go, self._results, *self._read):
+            with suppress(OSError):
+                os.close(fd)
+        for pid in self._pids:
+            if pid:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        if self._pids[0]:
+            with suppress(OSError):
+                os.waitpid(self._pids[0], 0)
+
+    def _told(self, which: int, limit_s: float) -> tuple[str, list[int] | str]:
+        """What a copy has written: lines before the last, and its checksums or why there are none."""
+        text, until = b"", time.monotonic() + limit_s
+        with self._runtime.compute_lock.passed_on():
+            while select.select([self._read[which]], [], [], max(0.0, until - time.monotonic()))[0]:
+                piece = os.read(self._read[which], 1 << 16)
+                text += piece
+                if not piece:
+                    break
+        *before, last = text.decode().splitlines() or [""]
+        try:
+            found = json.loads(last)
+        except ValueError:
+            found = None
+        if not isinstance(found, list | str):
+            found = f"a copy {self._end_of(which)}" if until > time.monotonic() else f"a copy took over {limit_s:.0f} s"
+        return "".join(before), found
+
+    def _end_of(self, which: int) -> str:
+        """How a copy ended that has said nothing; the second's parent was the first."""
+        if which:
+            return "ended"
+        status = os.waitpid(self._pids[0], 0)[1]
+        self._pids[0] = 0
+        return process.describe_exit(os.waitstatus_to_exitcode(status))
+
+    # -- in a copy -----------------------------------------------------------------------------------
+
+    def _answer(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if (found := inputs_sum(inputs)) is not None:
+            self._sums.append(found)
+        seq = group.next
+        group.next += 1
+        return inputs if op.again is not None else self._result(group.id, seq)
+
+    def _result(self, group: int, seq: int) -> Sequence[torch.Tensor]:
+        """What the worker got from this operation; waits for it."""
+        at = 0
+        while True:
+            head = os.pread(self._results, _HEAD.size, at)
+            if len(head) < _HEAD.size:
+                time.sleep(_POLL_S)
+                continue
+            *key, size = _HEAD.unpack(head)
+            if key == [group, seq]:
+                break
+            at += _HEAD.size + size
+        while len(data := os.pread(self._results, size, at + _HEAD.size)) < size:
+            time.sleep(_POLL_S)
+        found: Sequence[torch.Tensor] = loads(data)
+        return found
+
+    def before_bucket(self) -> None:
+        """The copy ends with the first backward pass in which gradients are reduced."""
+        graph = torch._C._current_graph_task_id()
+        if graph != self._graph:
+            self._graph = graph
+            Variable._execution_engine.queue_callback(lambda: self._tell(self._sums))
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._tell(f"a copy ended, because {why}")
+
+    def _tell(self, found: list[int] | str) -> NoReturn:
+        with suppress(OSError):
+            os.write(self._write, json.dumps(found).encode())
+        os._exit(0)
+
+
+class _CopyListener:
+    """Of the operations in a copy: it publishes nothing, and looks after nobody."""
+
+    def __init__(self, run: SecondRun) -> None:
+        self.before_bucket = run.before_bucket
+
+    def first_group(self) -> None:
+        pass
+
+    def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
+        raise SwiftError("a copy makes no group")
+
+    def exact(self) -> bool:
+        return True
+
+    def bucket_input(self, bucket: torch.Tensor) -> KeptBucketInput | None:
+        return None
+
+    def bucket_handed_over(self, op: Op) -> None:
+        pass
+
+    def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:
+        pass
+
+    def waiting_changed(self, waiting: bool) -> None:
+        pass
+
+    def whereabouts(self) -> str:
+        return ""
+
+    def await_absent(self) -> bool:
+        return True
+
+
+def _core() -> int:
+    """The core that this thread has run on last."""
+    return int(Path("/proc/thread-self/stat").read_bytes().rpartition(b")")[2].split()[36])
+
+
+def _isolate(own: set[int], give_up: Any) -> None:
+    """From now on nothing that this process does is seen outside, but for what it writes to ``own`` descriptors."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if int(name) not in own:
+                _cut_off(int(name), nowhere)
+    _keep_memory_apart()
+    sys.excepthook = lambda kind, error, trace: give_up(f"{kind.__name__}: {error}")
+    sys.addaudithook(lambda event, args: _look(event, args, give_up))
+
+
+def _keep_memory_apart() -> None:
+    """Writes to shared memory stay in this process. Where that cannot be had, because the memory has no file that can
+    be opened, they end it.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        bounds, rights, offset, _, inode, *path = line.split(maxsplit=5)
+        if not (rights.startswith("rw") and rights.endswith("s")):
+            continue
+        start, end = (int(bound, 16) for bound in bounds.split("-"))
+        with suppress(OSError):
+            fd = os.open(path[0] if path else "", os.O_RDONLY)
+            same = os.fstat(fd).st_ino == int(inode)
+            how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+            there = libc.mmap(start, end - start, *how, fd, int(offset, 16)) if same else None
+            os.close(fd)
+            if there == start:
+                continue
+        libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.PROT_READ)
+
+
+def _cut_off(fd: int, nowhere: int) -> None:
+    """What two processes would read on from one place is opened again; reading from anything else is an error."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if stat.S_ISREG(os.fstat(fd).st_mode) and flags & os.O_ACCMODE != os.O_WRONLY:
+        again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        os.lseek(again, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(again, fd, inheritable=False)
+        os.close(again)
+    elif not os.path.samestat(os.fstat(fd), os.fstat(nowhere)):
+        os.dup2(nowhere, fd, inheritable=False)
+
+
+def _look(event: str, args: tuple[Any, ...], give_up: Any) -> None:
+    opens = event == "open" and isinstance(args[2], int) and args[2] & _WRITES and args[0] != os.devnull
+    if opens or event in _SEEN_OUTSIDE or event.startswith("shutil."):
+        give_up(f"the batch calls {event}{f' to write {args[0]}' if opens else ''}")
