@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shared_core.errors import ConfigError
-from shared_core.faults.spec import ANY_STEP, KINDS, POINTS, Fault
+from shared_core.faults.spec import ANY_STEP, FLIP_VALUE, FLIPS, KINDS, POINTS, Fault
 
 MODELS = ("mlp", "gan", "bn", "plain", "accelerate", "averages", "by-hand")
 #: Plain loops that change parameters outside updates.
 OUTSIDE = ("averages", "by-hand")
+#: A plain loop in which bits flip, too: replicas are compared, and batches computed again, at each update.
+CORRUPTED = "corrupted"
 #: Pipelines by name, with their stages; stages without replicas are rebuilt from logs.
 PIPELINES = {
     "pipeline-2x2": 2,
@@ -81,6 +83,10 @@ _NTH: dict[str, dict[str, int]] = {
         "update.after": 2,
     },
 }
+#: Where state may flip, and where what a worker computes, with its lowest and highest occurrence in one batch: the
+#: first two collectives are those of buffers.
+_STATE_FLIPS = {"step_boundary": (1, 1), "forward": (1, 1), "bucket": (1, 2), "update.before": (1, 1)}
+_VALUE_FLIPS = {"forward.before": (1, 1), "forward": (1, 1), "collective.before": (3, 4)}
 #: Batches after which the job of a model validates.
 _VALIDATED = {"accelerate": (7,)}
 _VALIDATED_BY_LIGHTNING = (3, 6, 10, 13)
@@ -181,6 +187,8 @@ def plan(
         return Run(number, model, draw(rng, model, kinds))
     if model in PIPELINES:
         return Run(number, model, _pipeline(rng, model, world_size, kinds))
+    if model == CORRUPTED:
+        return Run(number, model, _corrupted(rng, world_size, kinds))
     count = rng.choice([1, 1, 2, 2, 3])
     chosen = tuple(points or _points(model))
     count = count if world_size > 2 else 1
@@ -206,6 +214,19 @@ def _points(model: str) -> tuple[str, ...]:
     if model in OUTSIDE:
         return (*(name for name in _COMMON if name != "validation"), "outside", "outside", "outside")
     return _COMMON if model == "gan" else (*_COMMON, "clip")
+
+
+def _corrupted(rng: random.Random, world_size: int, kinds: Sequence[str]) -> tuple[Fault, ...]:
+    """One to three flips and failures, apart. The first batches are not computed again, and have no optimizer state."""
+    earlier, faults = Counter[int](), list[Fault]()
+    for step in sorted(rng.sample(range(4, LAST_STRUCK, 2), rng.randint(1, 3))):
+        rank, kind = rng.randrange(world_size), rng.choice((FLIP_VALUE, FLIP_VALUE, *FLIPS, rng.choice(list(kinds))))
+        points = _VALUE_FLIPS if kind == FLIP_VALUE else _STATE_FLIPS
+        point = rng.choice(sorted(points))
+        nth, bit = rng.randint(*points[point]), rng.getrandbits(24)
+        faults.append(Fault(rank, step, point, kind, nth, earlier[rank], bit=bit))
+        earlier[rank] += 1
+    return tuple(faults)
 
 
 def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[str]) -> tuple[Fault, ...]:

@@ -25,6 +25,7 @@ from tests.support.cluster import Cluster
 from tests.support.device import DEVICES, environment
 from tests.support.draws import (
     CHECKPOINTS,
+    CORRUPTED,
     MODELS,
     ON_MACHINES,
     OUTSIDE,
@@ -64,7 +65,7 @@ _WORDS = {
 
 def _job(model: str, how: str, world: int) -> tuple[Path, list[str]]:
     """Script of a model and its arguments."""
-    if model == "plain":
+    if model in ("plain", CORRUPTED):
         return SCRIPTS / "plain_ddp.py", ["--norm", "--steps", str(STEPS)]
     if model in OUTSIDE:
         return JOBS / "outside_job.py", ["--what", model]
@@ -205,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=60, help="stop when so many have struck")
     parser.add_argument("--seed", type=int, help="repeats a soak; drawn and printed when not given")
     parser.add_argument("--world", type=int, default=4, help="ranks")
-    parser.add_argument("--model", choices=[*MODELS, *SHARDED, *PIPELINES, "all", "pipelines"], default="all")
+    parser.add_argument(
+        "--model", choices=[*MODELS, CORRUPTED, *SHARDED, *PIPELINES, "all", "pipelines"], default="all"
+    )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="the simulated one, or a GPU for all ranks")
     parser.add_argument("--how", choices=["strategy", "callback"], default="strategy", help="how the product gets in")
     parser.add_argument("--standbys", type=int, default=1)
@@ -252,6 +255,8 @@ def _execute(
             "SWIFT_RECOVERY_LOG_DIR": str(out),
             "SWIFT_RECOVERY_LOG_SEGMENT_BYTES": "8192",
         }
+    if run.model == CORRUPTED:
+        env |= {"SWIFT_RECOVERY_STATE_VERIFY_EVERY": "1", "SWIFT_RECOVERY_STATE_RECOMPUTE_EVERY": "1"}
     if run.model in REROUTED:
         env |= _REROUTE
     if run.model == "moved-3x2":  # replacements come when workers have moved
