@@ -23,7 +23,7 @@ help:
 	@echo "make lint    linters and type checker only"
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
 	@echo "make dist    source distribution and wheel, checked: a job runs from the wheel, in a new environment, and loses a worker"
-	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2, HSDP and ZeRO-3"
+	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2, HSDP, ZeRO-3, and with bits that flip"
 	@echo "make bench   all benchmarks; results in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
 
@@ -93,6 +93,7 @@ soak: $(STAMP)
 	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model fsdp2
 	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model hsdp
 	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model zero3
+	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model corrupted
 
 # A missed target does not keep the others from being measured.
 .IGNORE: bench

@@ -127,3 +127,9 @@ def test_what_a_job_leaves_is_found(jobs: Jobs, tmp_path: Path) -> None:
     result.workers[0]["job_dir"], result.status = None, 124
     with pytest.raises(Mismatch, match="hung and was killed"):
         check_clean(result)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_many_bits_that_flip() -> None:
+    assert soak.main(["--faults", "100", "--model", draws.CORRUPTED]) == 0
