@@ -88,7 +88,7 @@ def _refuse_copies() -> None:
     elif torch.get_num_threads() > 1:
         why = f"operations of torch use {torch.get_num_threads()} threads: set OMP_NUM_THREADS=1"
     elif process.children():
-        why = "this worker has child processes, which serve one process: load data with num_workers=0"
+        why = "this worker has child processes (of a loader, or a pool), which serve one process: set num_workers=0"
     if why:
         raise Unsupported(f"state.recompute_every has a copy of each worker compute a batch again, and {why}")
 
