@@ -133,10 +133,10 @@ class SecondRun:
         self._runtime.operations.observe(None)
         limit = _LEAST_S + _LONGER * (time.monotonic() - self._began)
         try:
-            pid, found = self._told(0, limit)
-            self._pids[1] = int(pid or 0)
+            other, found = self._told(0, limit)
             if isinstance(found, str) or found == self._sums:
                 return False, found if isinstance(found, str) else ""
+            self._pids[1] = int(other)
             os.write(self._go, b"g")
             decides = self._told(1, limit)[1]
         finally:
@@ -149,14 +149,14 @@ class SecondRun:
         return None, f"another copy was to decide: {why}"
 
     def end(self) -> None:
+        """End the copies; one that was not told to decide ends by itself."""
         self._runtime.operations.observe(None)
+        for pid in filter(None, self._pids):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         for fd in (self._go, self._results, *self._read):
             with suppress(OSError):
                 os.close(fd)
-        for pid in self._pids:
-            if pid:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
         if self._pids[0]:
             with suppress(OSError):
                 os.waitpid(self._pids[0], 0)
