@@ -444,6 +444,7 @@ class LoopProgress:
     def begin_round(self) -> bool:
         """A training loader is about to be iterated. False where the failed worker had finished with it."""
         assert self.job is not None
+        self.job.variables.count_data_sets()
         self._round += 1
         self._warnings.begins()
         self.job.entries.continues()
