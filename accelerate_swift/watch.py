@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from accelerate.utils import model_has_dtensor
@@ -110,6 +110,16 @@ class Watch:
         assert self.loop.job is not None
         self.progress.refuse_own_steps()
         self.attach()
+
+    def refuse_look(self) -> NoReturn:
+        """All workers start again: others would have to deal out a batch again that they have had."""
+        job = self.loop.job
+        assert job is not None
+        job.fall_back(
+            f"rank {job.rank}: the script asks for a batch of a training loader with next(), outside its pass, and "
+            "with dispatch_batches=True rank 0 would have to deal it out again: look at a batch inside the pass, or "
+            "set dispatch_batches=False"
+        )
 
     def attach(self) -> None:
         """Tell the job what is trained, if that has changed. Raises Unsupported for what cannot be recovered."""
