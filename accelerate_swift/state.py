@@ -14,7 +14,7 @@ from accelerate.tracking import GeneralTracker, MLflowTracker, WandBTracker
 from accelerate_swift import compat
 from shared_core import Job
 from shared_core.adapters import LoopProgress
-from shared_core.encoding import decode, encode_state
+from shared_core.encoding import decode, encode, encode_state
 from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, take_up
 
 # -- batches of prepared loaders by number, also in a replacement that begins in the middle of a pass -----------------
@@ -178,6 +178,7 @@ class AccelerateRunState:
         return {
             "step": accelerator.step,
             "sync": accelerator.gradient_state.sync_gradients,
+            "trigger": encode(accelerator.flag_tensor),  # set_trigger() in one batch, check_trigger() in another
             "checkpoints": accelerator.project_configuration.iteration,
             "trackers": self.trackers.capture(),
             "steps": self._steps.capture(),
@@ -190,6 +191,7 @@ class AccelerateRunState:
         accelerator = self._accelerator
         accelerator.step = data["step"]
         compat.set_sync(accelerator, data["sync"])
+        accelerator.flag_tensor = decode(data["trigger"])
         accelerator.project_configuration.iteration = data["checkpoints"]
         self.trackers.restore(data["trackers"])
         self._steps.restore(data["steps"])

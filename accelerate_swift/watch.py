@@ -18,7 +18,7 @@ from accelerate_swift import compat
 from shared_core import Job, SwiftConfig, TrainingLoop
 from shared_core.adapters import LoopProgress
 from shared_core.devices import check as check_device
-from shared_core.encoding import holds_weights
+from shared_core.encoding import holds_more, holds_weights
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 
@@ -160,7 +160,7 @@ class Watch:
             if any(holds_weights(each) for each in compat.registered(accelerator)):
                 job.keep_boundaries()
             for number, each in enumerate(compat.schedulers_of(accelerator)):
-                if not type(each.scheduler).__module__.startswith("torch."):  # one may hold another
+                if holds_more(each.scheduler):
                     job.variables.tell(f"scheduler {number}", each.scheduler)
 
     def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:
