@@ -157,11 +157,13 @@ def accelerate() -> None:
     for _ in plugin.epochs(3) if plugin else range(3):
         for (x,) in loader:
             report.count("batch")
-            loss = model(x).square().mean() * state.factor()
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            accelerator.gradient_accumulation_steps = 2 if count == 7 else accelerator.gradient_accumulation_steps
+            with accelerator.accumulate(model):
+                loss = model(x).square().mean() * state.factor()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
             state.step(loss.item())
             losses.append(loss.item())
             count += 1
