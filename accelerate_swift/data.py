@@ -81,6 +81,8 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         if marks_boundaries:
             watch.begin_training()
             if not progress.begin_round():
+                if progress.looks_at_items():
+                    watch.refuse_look()
                 return
         self.begin()
         self.set_epoch(self.iteration)
@@ -260,16 +262,19 @@ class BatchGate:
     def __iter__(self) -> Iterator[Any]:
         progress, watch = self._watch.progress, self._watch
         if not watch.training or not torch.is_grad_enabled():
-            return islice(self._tracked.loader, self._skip, None) if self._skip else iter(self._tracked.loader)
+            return self._unmarked()
         if progress.nested or watch.fetching is not None:
             return _Inner(watch, self._tracked, self._skip)
         watch.begin_training()
         if not progress.begin_round():
-            return iter(())
+            return self._unmarked() if progress.looks_at_items() else iter(())
         boundaries = _Boundaries(watch, _Inner(watch, self._tracked, self._skip))
         progress.activate(boundaries)
         progress.walk(boundaries)
         return boundaries
+
+    def _unmarked(self) -> Iterator[Any]:
+        return islice(self._tracked.loader, self._skip, None) if self._skip else iter(self._tracked.loader)
 
 
 class _Bare(BatchGate):

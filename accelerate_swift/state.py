@@ -14,7 +14,7 @@ from accelerate.tracking import GeneralTracker, MLflowTracker, WandBTracker
 from accelerate_swift import compat
 from shared_core import Job
 from shared_core.adapters import LoopProgress
-from shared_core.encoding import decode, encode_state
+from shared_core.encoding import decode, encode, encode_state
 from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, take_up
 
 # -- batches of prepared loaders by number, also in a replacement that begins in the middle of a pass -----------------
@@ -135,6 +135,7 @@ class AccelerateRunState:
         assert progress.job is not None
         self._accelerator, self._progress, self._job, self._steps = accelerator, progress, progress.job, steps
         self.trackers = Trackers(accelerator, progress.job)
+        self._accumulated: int | None = None
         if not replays:
             progress.job.register(STATE, self._capture, self._restore)
 
@@ -178,6 +179,8 @@ class AccelerateRunState:
         return {
             "step": accelerator.step,
             "sync": accelerator.gradient_state.sync_gradients,
+            "accumulated": self._accumulates(),
+            "trigger": encode(accelerator.flag_tensor),  # set_trigger() in one batch, check_trigger() in another
             "checkpoints": accelerator.project_configuration.iteration,
             "trackers": self.trackers.capture(),
             "steps": self._steps.capture(),
@@ -186,10 +189,21 @@ class AccelerateRunState:
             "objects": [encode_state(each.state_dict()) for each in compat.registered(accelerator)],
         }
 
+    def _accumulates(self) -> int | None:
+        """Batches of a step, where the script has changed their number since its first one."""
+        now: int = self._accelerator.gradient_accumulation_steps
+        if self._accumulated is None:
+            self._accumulated = now
+        return None if now == self._accumulated else now
+
     def _restore(self, data: Mapping[str, Any]) -> None:
         accelerator = self._accelerator
         accelerator.step = data["step"]
         compat.set_sync(accelerator, data["sync"])
+        if data["accumulated"] is not None:
+            self._accumulated = accelerator.gradient_accumulation_steps
+            accelerator.gradient_accumulation_steps = data["accumulated"]
+        accelerator.flag_tensor = decode(data["trigger"])
         accelerator.project_configuration.iteration = data["checkpoints"]
         self.trackers.restore(data["trackers"])
         self._steps.restore(data["steps"])

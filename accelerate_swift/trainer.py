@@ -21,7 +21,7 @@ from accelerate_swift.data import gate_any
 from accelerate_swift.plugin import SwiftPlugin, enabled
 from shared_core import Job, install
 from shared_core.adapters import launched_by_swiftrun
-from shared_core.encoding import Holders, assign, decode, encode_state
+from shared_core.encoding import Holders, assign, decode, encode_state, holds_more
 from shared_core.errors import Unsupported
 from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, prepare, take_up
 
@@ -210,6 +210,8 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_epoch = kwargs["epoch"]
         self._swift.watch.progress.note_epoch(self._swift_epoch)
         self._swift_ended = False
+        if holds_more(self.lr_scheduler):
+            self._swift.loop.job.variables.tell("scheduler", self.lr_scheduler)
         if self._swift_began is None:
             self._swift_began = kwargs["start_time"]
         kwargs["start_time"] = self._swift_began

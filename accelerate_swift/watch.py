@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from accelerate.utils import model_has_dtensor
@@ -18,7 +18,7 @@ from accelerate_swift import compat
 from shared_core import Job, SwiftConfig, TrainingLoop
 from shared_core.adapters import LoopProgress
 from shared_core.devices import check as check_device
-from shared_core.encoding import holds_weights
+from shared_core.encoding import holds_more, holds_weights
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 
@@ -111,6 +111,16 @@ class Watch:
         self.progress.refuse_own_steps()
         self.attach()
 
+    def refuse_look(self) -> NoReturn:
+        """All workers start again: others would have to deal out a batch again that they have had."""
+        job = self.loop.job
+        assert job is not None
+        job.fall_back(
+            f"rank {job.rank}: the script asks for a batch of a training loader with next(), outside its pass, and "
+            "with dispatch_batches=True rank 0 would have to deal it out again: look at a batch inside the pass, or "
+            "set dispatch_batches=False"
+        )
+
     def attach(self) -> None:
         """Tell the job what is trained, if that has changed. Raises Unsupported for what cannot be recovered."""
         accelerator, job = self._accelerator, self.loop.job
@@ -150,7 +160,7 @@ class Watch:
             if any(holds_weights(each) for each in compat.registered(accelerator)):
                 job.keep_boundaries()
             for number, each in enumerate(compat.schedulers_of(accelerator)):
-                if not type(each.scheduler).__module__.startswith("torch."):  # one may hold another
+                if holds_more(each.scheduler):
                     job.variables.tell(f"scheduler {number}", each.scheduler)
 
     def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:

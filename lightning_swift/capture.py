@@ -22,7 +22,7 @@ from lightning_swift.compat import BatchProgress, Counter, Loop, Metadata, Progr
 from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers, Missed, is_own
 from shared_core import Job
-from shared_core.encoding import Holder, Holders, decode, dumps, encode, encode_state, loads
+from shared_core.encoding import Holder, Holders, decode, dumps, encode, encode_state, holds_more, loads
 from shared_core.worker.comm import group_name, group_named
 
 # -- what self.log has gathered: Lightning's result collections as plain data -----------------------------------------
@@ -199,9 +199,9 @@ class RunState:
         self._told = list(found)
 
     def _own_schedulers(self) -> Iterator[tuple[int, object]]:
-        """Those of the user's, which may hold what is no plain data in a ``state_dict()``: another scheduler."""
+        """Those that hold what their ``state_dict()`` does not give, such as another scheduler or a closure."""
         for number, config in enumerate(self.trainer.strategy.lr_scheduler_configs):
-            if not type(config.scheduler).__module__.startswith(("torch.", "lightning.")):
+            if holds_more(config.scheduler):
                 yield number, config.scheduler
 
     # -- holders ------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ class RecoveringStrategy(ParallelStrategy):
             lazy=self.joining,
             orders=self.job.orders if trainer.training else None,
             copied=self.job.reroutes,
-            reading=self.job.reading,
+            script=self.job.variables,
         )
 
     # -- step boundaries ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
@@ -185,7 +185,6 @@ class OneProcess:
     reroutes = added = False
     origin = "checkpoint"
     orders = None
-    reading = nullcontext
 
     def __init__(self, config: SwiftConfig, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         assert config.checkpoint.dir is not None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -92,11 +91,6 @@ class Job:
     def replicated(self) -> Replicated | None:
         """What is attached; None before that."""
         return self.updates.replicated
-
-    @property
-    def reading(self) -> Callable[[], AbstractContextManager[None]]:
-        """Entered whenever a loader is asked for something; see :class:`.DataSets`."""
-        return self.variables.data_sets.reading
 
     @property
     def orders(self) -> StateOrders | None:

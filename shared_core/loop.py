@@ -32,7 +32,7 @@ from shared_core.sharing import SharedStep, StepSharing, shared_steps
 from shared_core.untrained import TrainedUse, UntrainedUse
 from shared_core.worker import link
 from shared_core.worker.sharded.own import Owner
-from shared_core.worker.variables.around import Place, Walks, is_bare, places
+from shared_core.worker.variables.around import Place, Walks, calls_for_item, is_bare, places
 from shared_core.worker.variables.kinds import OURS, count_as_script, root_of
 from shared_core.worker.variables.variables import Variables
 
@@ -444,6 +444,7 @@ class LoopProgress:
     def begin_round(self) -> bool:
         """A training loader is about to be iterated. False where the failed worker had finished with it."""
         assert self.job is not None
+        self.job.variables.count_data_sets()
         self._round += 1
         self._warnings.begins()
         self.job.entries.continues()
@@ -463,6 +464,12 @@ class LoopProgress:
             self._anchors.restore(target["anchors"], self._round)
             self._begin_part()
         return bool(there <= here)
+
+    def looks_at_items(self) -> bool:
+        """In a pass that the failed worker had finished with: whether the script takes single items of it, as to look
+        at a batch. They are read again; training on them is refused, as all use of the model is here.
+        """
+        return calls_for_item(sys._getframe(1))
 
     def _reachable(self) -> bool:
         """Whether a worker that begins with a checkpoint of this pass gets to it as this one did."""

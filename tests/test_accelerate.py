@@ -30,6 +30,8 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         ],
     ),
     "numbered": (["--numbered"], [Fault(1, 2, "forward", "SIGKILL"), Fault(0, 17, "bucket", "SIGKILL")]),
+    # A look at a batch counts as a pass of two batches.
+    "look": (["--look"], [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 22, "bucket", "SIGKILL")]),
     "seedable_sampler": (["--seedable"], [Fault(0, 15, "bucket", "SIGKILL")]),
 }
 
@@ -41,6 +43,15 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     jobs.check("acc.py", faults=faults, args=args)
+
+
+@pytest.mark.nightly
+def test_a_look_at_a_batch_that_rank_0_deals_out_is_refused_by_name(jobs: Jobs) -> None:
+    args = ["--look", "--dispatch"]
+    result = jobs.run("acc.py", args=args, faults=[Fault(1, 9, "bucket", "SIGKILL")])
+    compare(result, jobs.reference("acc.py", args=args))
+    [restart] = result.kinds("restart")
+    assert "next()" in restart.fields["reason"], restart.fields["reason"]
 
 
 @pytest.mark.nightly

@@ -119,6 +119,21 @@ def test_a_sampler_whose_rest_the_script_changes_in_a_pass_is_refused_by_name(jo
     assert not jobs.check("data_changed.py", args=["plain", "nothing"], faults=CHANGED).kinds("restart")
 
 
+@pytest.mark.parametrize("framework", few(["lightning", "plain"], "plain"))
+def test_loader_workers_keep_what_the_script_held_when_they_were_started(framework: str, jobs: Jobs) -> None:
+    """Under Lightning in each epoch, else in the first."""
+    jobs.check("data_changed.py", args=[framework, "stage"], faults=CHANGED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", ["lightning", "plain"])
+def test_else_they_would_read_other_items(framework: str, jobs: Jobs) -> None:
+    """The control of the test above."""
+    result = jobs.run("data_changed.py", args=[framework, "stage", "--late"], faults=CHANGED)
+    with pytest.raises(Mismatch):
+        compare(result, jobs.reference("data_changed.py", args=[framework, "stage"]))
+
+
 @pytest.mark.parametrize("framework", few(["lightning", "transformers"], "lightning"))
 def test_numbers_in_it_and_what_reading_changes_are_put_back(framework: str, jobs: Jobs) -> None:
     """The data set keeps what it has read."""

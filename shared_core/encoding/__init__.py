@@ -13,7 +13,7 @@ from shared_core.lazy import lazily
 if TYPE_CHECKING:
     from shared_core.encoding.attributes import Holder, Holders, user_defined
     from shared_core.encoding.plain import dumps, loads, pieces
-    from shared_core.encoding.values import NotPlain, assign, decode, encode, encode_state, holds_weights
+    from shared_core.encoding.values import NotPlain, assign, decode, encode, encode_state, holds_more, holds_weights
 
 __all__ = [
     "Holder",
@@ -24,6 +24,7 @@ __all__ = [
     "dumps",
     "encode",
     "encode_state",
+    "holds_more",
     "holds_weights",
     "loads",
     "pieces",
@@ -41,6 +42,7 @@ __getattr__ = lazily(
             "decode",
             "encode",
             "encode_state",
+            "holds_more",
             "holds_weights",
         ),
     },

@@ -8,9 +8,11 @@ state raises :class:`NotPlain`.
 from __future__ import annotations
 
 import datetime
+import functools
 import pathlib
 import random
 import sys
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from shared_core.encoding.unpacking import dtype_named
 from shared_core.errors import CorruptFile
@@ -64,6 +67,25 @@ def holds_weights(each: Any) -> bool:
     Averages do; then the script changes weights outside updates, or is going to.
     """
     return _matrix_in(each.state_dict() if hasattr(each, "state_dict") else vars(each))
+
+
+def holds_more(scheduler: Any) -> bool:
+    """Whether a scheduler holds what its ``state_dict`` does not give: it is of a class of the script's, or calls
+    functions that keep something.
+    """
+    if not type(scheduler).__module__.startswith(("torch.", "lightning.")):
+        return True
+    held = [each for value in vars(scheduler).values() for each in (value if type(value) is list else [value])]
+    return any(_keeps(each) or isinstance(each, LRScheduler) and holds_more(each) for each in held)
+
+
+def _keeps(function: Any) -> bool:
+    if isinstance(function, functools.partial):
+        given = (*function.args, *function.keywords.values())
+        return _keeps(function.func) or any(type(each) not in ATOMS for each in given)
+    if isinstance(function, types.MethodType):
+        return not isinstance(function.__self__, LRScheduler)
+    return isinstance(function, types.FunctionType) and bool(function.__closure__ or function.__defaults__)
 
 
 def _matrix_in(value: Any) -> bool:

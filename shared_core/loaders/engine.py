@@ -49,6 +49,19 @@ class Orders(Protocol):
         """It will not be read any more."""
 
 
+class Script(Protocol):
+    """The script's variables, as far as its loaders concern them."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Entered whenever a loader is asked for something."""
+
+    def capture_now(self) -> dict[str, Any]:
+        """What they hold, for :meth:`as_then`."""
+
+    def as_then(self, captured: dict[str, Any]) -> AbstractContextManager[None]:
+        """Inside they are as they were then."""
+
+
 class _Notary:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
@@ -101,7 +114,7 @@ class Engine:
         place: seed, rank and number of the pass; the last is set when a pass begins.
         orders: where the order of each pass is published; None where it is never read.
         beside: objects, by name, that reading the loader may change although it does not show that it holds them.
-        reading: entered whenever the loader is asked for something.
+        script: whose loader it is; None where nobody asks what reading changes.
         late: the loader was made after training had begun.
 
     Attributes:
@@ -125,10 +138,10 @@ class Engine:
         place: list[int],
         orders: Orders | None,
         beside: Mapping[str, object],
-        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        script: Script | None = None,
         late: bool = False,
     ) -> None:
-        self.loader, self.place, self._reading, self._late = loader, place, reading, late
+        self.loader, self.place, self._script, self._late = loader, place, script, late
         self.kind = kind_of(loader, mode)
         self.iterated: Any = loader
         self.indices: Indices | None = None
@@ -221,12 +234,24 @@ class Engine:
             self.indices.watch = self._watch
             self.indices.begin(follow or Follow(), lasting=continues)
             self._holds = Holds(self.indices.inner)
-        with self._reading():
+        with self._reading(), self._forking(record, continues):
             inner: Iterator[Any] = iter(self.iterated)
         if self.kind is not LoaderKind.SEEDED:
             record.before = before.pack(changed(before, RawRandom()))
         self._enter(record, inner, continues)
         return inner
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return self._script.reading() if self._script is not None else nullcontext()
+
+    def _forking(self, record: ReadingRecord, continues: bool) -> AbstractContextManager[None]:
+        """Loader workers keep what the script held when they were started; those of a replacement start later."""
+        if self.in_process or continues or self._script is None:
+            return nullcontext()
+        if record.held:
+            return self._script.as_then(record.held)
+        record.held = self._script.capture_now()
+        return nullcontext()
 
     def _reader(self, follow: Follow) -> Reader:
         loader = self.loader

@@ -37,6 +37,7 @@ class ReadingRecord:
         stream: state of a loader or data set that can tell its place, before the first batch to be read.
         contents: what is read, as far as it shows; None where nobody has looked.
         numbers: start, stop and step of a ``range``; None for anything else.
+        held: the script's variables when loader workers were started; empty where none were.
         redrawn: the script has changed what the sampler holds since the pass began.
     """
 
@@ -61,6 +62,7 @@ class ReadingRecord:
     stream: Any = None
     contents: str | None = None
     numbers: list[Any] | None = None
+    held: dict[str, Any] = field(default_factory=dict)
     redrawn: bool = False
 
     def plain(self) -> dict[str, Any]:
@@ -189,6 +191,7 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "stream": None,
             "contents": None,
             "numbers": None,
+            "held": {},
         }
         for each in state["iterations"]
     ]

@@ -6,12 +6,11 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shared_core.errors import Unsupported
 from shared_core.loaders.contents import as_published
-from shared_core.loaders.engine import Engine, LoaderKind, Orders
+from shared_core.loaders.engine import Engine, LoaderKind, Orders, Script
 from shared_core.loaders.owned import changes
 from shared_core.loaders.place import ReadingRecord, as_copy
 from shared_core.loaders.position import Position
@@ -44,6 +43,7 @@ class ResumableLoader:
             and :func:`of_a_peer`.
         beside: objects, by name, whose generators and counters reading the loader may change, although the loader does
             not show that it holds them (a generator function that reads another loader).
+        script: see :class:`.Engine`.
         late: it was made after training had begun.
 
     Raises:
@@ -63,7 +63,7 @@ class ResumableLoader:
         orders: Orders | None = None,
         copied: bool = False,
         beside: Mapping[str, object] | None = None,
-        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        script: Script | None = None,
         late: bool = False,
     ) -> None:
         self._swift_loader = loader
@@ -73,7 +73,7 @@ class ResumableLoader:
         self._swift_count = first_epoch
         self._swift_loaded: Any = None
         self._swift_positions: list[Callable[[], Position | None]] = []
-        self._swift_engine = Engine(loader, mode, [seed, rank, first_epoch], orders, beside or {}, reading, late)
+        self._swift_engine = Engine(loader, mode, [seed, rank, first_epoch], orders, beside or {}, script, late)
         self._swift_copied = copied
         self._swift_built = self._swift_engine.owned.capture()["scalars"]
 

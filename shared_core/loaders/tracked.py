@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
-from shared_core.loaders.engine import Orders
+from shared_core.loaders.engine import Orders, Script
 from shared_core.loaders.place import ReadingRecord, draws_otherwise, from_origin, of_a_peer
 from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import generator_state, read_random, write_random
@@ -145,8 +144,8 @@ class LoaderOwner(Protocol):
         """Where the order of each pass is published; None where it is never read."""
 
     @property
-    def reading(self) -> Callable[[], AbstractContextManager[None]]:
-        """Entered whenever a loader is asked for something."""
+    def variables(self) -> Script:
+        """Of the script."""
 
     @property
     def reroutes(self) -> bool:
@@ -201,7 +200,7 @@ class TrackedLoader:
             orders=worker.orders,
             copied=worker.reroutes,
             beside=beside,
-            reading=worker.reading,
+            script=worker.variables,
             late=late,
         )
         self._pending: Mapping[str, Any] | None = None

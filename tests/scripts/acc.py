@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument(
         "--numbered", action="store_true", help="what a batch does depends on its number and the script's generator"
     )
+    parser.add_argument("--look", action="store_true", help="at a batch, before the loop and before each pass")
     parser.add_argument("--compile", default="no", help="a backend of torch.compile")
     parser.add_argument("--static", action="store_true", help="static_graph")
     parser.add_argument("--checkpoints")
@@ -124,12 +125,16 @@ def main() -> None:
     if args.average:
         accelerator.register_for_checkpointing(average)
     early = 0
+    if args.look:
+        state.loss += next(iter(train))[0].sum().item()
     for epoch in epochs:
         if args.prepare_inside:
             noisy = Noisy(images[epoch:], labels[epoch:])
             train = accelerator.prepare(DataLoader(noisy, batch_size=8, shuffle=True))
             evaluate = accelerator.prepare(DataLoader(TensorDataset(images[:50], labels[:50]), batch_size=16))
         model.train()
+        if args.look:
+            state.loss += next(iter(train))[0].sum().item()
         numbered = enumerate if baseline or not args.numbered else plugin.steps
         for number, (x, y) in numbered(train):
             stand_still(epoch * len(train) + number)

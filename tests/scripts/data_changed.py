@@ -23,6 +23,10 @@ RANK = int(os.environ["RANK"])
 report = Report()
 
 
+#: Read by the data set; those of loader workers stay as they were when these were started.
+STAGE = [1.0]
+
+
 class Rows(Dataset[Any]):
     """Its rows are weighed by what a script sets, and kept once they were read."""
 
@@ -35,7 +39,7 @@ class Rows(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> Any:
-        self.read[index] = self.x[index] * self.weights[index] * (1.0 + 0.1 * self.level)
+        self.read[index] = self.x[index] * self.weights[index] * (1.0 + 0.1 * self.level) * STAGE[0]
         return {"x": self.read[index]}
 
 
@@ -94,6 +98,7 @@ def lightning(what: str) -> tuple[nn.Module, Any]:
 
         def training_step(self, batch: Any, index: int) -> Any:
             report.count("batch")
+            STAGE[0] += 0.1 * (what == "stage")
             return self.net(batch["x"]).square().mean()
 
         def configure_optimizers(self) -> Any:
@@ -119,7 +124,7 @@ def lightning(what: str) -> tuple[nn.Module, Any]:
         default_root_dir=os.environ[OUT],
     )
     module = Module()
-    trainer.fit(module, DataLoader(Rows(), batch_size=4, sampler=Order()))
+    trainer.fit(module, DataLoader(Rows(), batch_size=4, sampler=Order(), num_workers=int(what == "stage")))
     return module.net, trainer.optimizers[0]
 
 
@@ -186,11 +191,15 @@ def plain(what: str) -> tuple[nn.Module, Any]:
     net = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     sampler = Order()
-    loader = DataLoader(Rows(), batch_size=4, sampler=sampler)
+    started = what == "stage"
+    loader = DataLoader(Rows(), batch_size=4, sampler=sampler, num_workers=int(started), persistent_workers=started)
     job = shared_core.attach(net, optimizer)
     for _ in job.epochs(3):
         for _, batch in job.steps(loader):
             report.count("batch")
+            if started:
+                STAGE[0] += 0.1
+                loader.dataset.weights[0] += 1.0
             net(batch["x"]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -202,7 +211,14 @@ def plain(what: str) -> tuple[nn.Module, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("framework", choices=("lightning", "transformers", "plain"))
-    parser.add_argument("what", choices=("weights", "level", "order", "drawn", "tail", "nothing"))
+    parser.add_argument("what", choices=("weights", "level", "order", "drawn", "tail", "stage", "nothing"))
+    parser.add_argument("--late", action="store_true", help="loader workers see what there is when they are started")
     args = parser.parse_args()
+    if args.late:
+        from contextlib import nullcontext
+
+        from shared_core.worker.variables.variables import Variables
+
+        Variables.as_then = lambda *_: nullcontext()  # type: ignore[method-assign]
     net, optimizer = globals()[args.framework](args.what)
     report.finish(training_digest(net, [optimizer], [], {}) | {"generators": generators_digest()})

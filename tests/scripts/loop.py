@@ -56,7 +56,7 @@ def train() -> dist.ProcessGroup:
     Path("config.txt").write_text(f"{args}")  # the same in each worker
     log = open(f"log{rank}.txt", args.log) if args.log else None  # noqa: SIM115 (until the end)
 
-    def run(epoch: int, batches: DataLoader[object]) -> None:
+    def run(epoch: int, batches: DataLoader[object], *, evaluate: bool = True) -> None:
         model.train()
         for step, (x,) in enumerate(batches) if args.unmarked else job.steps(batches):
             report.count(f"batch {step}")
@@ -80,7 +80,7 @@ def train() -> dist.ProcessGroup:
             if args.break_at and seen.batches % args.break_at == 0:
                 break
         scheduler.step()
-        if args.alone:
+        if args.alone or not evaluate:
             return
         model.eval()
         with torch.no_grad():
@@ -93,7 +93,7 @@ def train() -> dist.ProcessGroup:
         run(epoch, loader)
     if args.second:
         for epoch in job.epochs(2):
-            run(epoch, loader)
+            run(epoch, loader, evaluate=False)  # between two passes a replacement has no parameters yet
             run(epoch, other)
     report.finish(
         training_digest(net, [optimizer], [scheduler], vars(seen)) | {"generators": generators_digest()}, **vars(seen)

@@ -30,6 +30,17 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(5)))
 
 
+def slowing(optimizer: Any) -> Any:
+    """A scheduler that counts in a closure, which nobody else holds."""
+    steps = [0]
+
+    def factor(_: int) -> float:
+        steps[0] += 1
+        return 0.97 ** steps[0]
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
 def finish(model: nn.Module, optimizer: Any, *states: State, **more: Any) -> None:
     found = [[each.plain() for each in states], more]
     digests = training_digest(model, [optimizer], [], {"found": digest(found)})
@@ -58,7 +69,8 @@ def lightning() -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [{"scheduler": slowing(optimizer), "interval": "step"}]
 
     class Watching(pl.Callback):
         def __init__(self) -> None:
@@ -139,18 +151,26 @@ def accelerate() -> None:
     set_seed(3, device_specific=True)
     bare = net()
     loader = DataLoader(data(), batch_size=4, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2), loader)
+    bound = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    model, optimizer, loader, scheduler = accelerator.prepare(bare, bound, loader, slowing(bound))
     state, count, losses = State(RANK), 0, []
     for _ in plugin.epochs(3) if plugin else range(3):
         for (x,) in loader:
             report.count("batch")
-            loss = model(x).square().mean() * state.factor()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            accelerator.gradient_accumulation_steps = 2 if count == 7 else accelerator.gradient_accumulation_steps
+            with accelerator.accumulate(model):
+                loss = model(x).square().mean() * state.factor()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
             state.step(loss.item())
             losses.append(loss.item())
             count += 1
+            if count % 6 == 3 and RANK == 1:
+                accelerator.set_trigger()  # for all ranks, three batches later
+            if count % 6 == 0 and accelerator.check_trigger():
+                losses.append(count)
     finish(bare, optimizer.optimizer, state, count=count, losses=losses)
     accelerator.end_training()
 
@@ -204,7 +224,9 @@ def transformers() -> None:
     )
     rows = [{"x": x} for (x,) in data()]
     model = Model()
-    trainer = Own(model, arguments, train_dataset=rows, callbacks=[watching])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    both = optimizer, slowing(optimizer)
+    trainer = Own(model, arguments, train_dataset=rows, callbacks=[watching], optimizers=both)
     trainer.train()
     finish(model, trainer.optimizer.optimizer, trainer.own, watching.state)
 

@@ -48,6 +48,15 @@ def is_bare(frame: types.FrameType) -> bool:
     return is_script(frame.f_code, frame.f_globals) and _iterates_next(frame.f_code, frame.f_lasti)
 
 
+def calls_for_item(frame: types.FrameType) -> bool:
+    """Whether the script asks for an item by a call, such as ``next(iter(loader))``, and not in a ``for``."""
+    asking = next(iter(script_frames(frame)), None)
+    if asking is None:
+        return False
+    at = (each.opname for each in dis.get_instructions(asking.f_code) if each.offset == asking.f_lasti)
+    return next(at, "").startswith("CALL")
+
+
 @functools.lru_cache(maxsize=256)
 def _iterates_next(code: types.CodeType, last: int) -> bool:
     after = (each.opname for each in dis.get_instructions(code) if each.offset > last)

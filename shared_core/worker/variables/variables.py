@@ -9,7 +9,7 @@ import types
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -235,6 +235,10 @@ class Variables:
     def forget(self, name: str) -> None:
         self._told.pop(name, None)
 
+    def count_data_sets(self) -> None:
+        """The script reads in a loop of its own: what its data sets and samplers hold are variables, too."""
+        self._writer.data = True
+
     def look_at_optimizers(self) -> None:
         """Those that the script has made and not attached are its variables."""
         self._writer.optimizers = True
@@ -307,14 +311,33 @@ class Variables:
         """
         if self._off:
             return {}
-        if self._held is not None:
-            return self._held[0]
+        return self._held[0] if self._held is not None else self._capture(sys._getframe(1), boundary)
+
+    def capture_now(self) -> dict[str, Any]:
+        """As :meth:`capture`, for :meth:`as_then`: also where what was put back has not taken effect yet."""
+        return {} if self._off else self._capture(sys._getframe(1), boundary=False)
+
+    @contextmanager
+    def as_then(self, captured: dict[str, Any]) -> Iterator[None]:
+        """Inside, variables are as they were at :meth:`capture_now`: a process that is started sees them so."""
+        now = self.capture_now()
+        self._put_back(captured, self._origin(), boundary=False)
+        try:
+            yield
+        finally:
+            self._put_back(now, "same", boundary=False)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around what asks a loader for something; see :class:`DataSets`."""
+        return self.data_sets.reading()
+
+    def _capture(self, frame: types.FrameType, boundary: bool) -> dict[str, Any]:
         begun = time.thread_time()
         self._tell_tensors(name for name, each in self._tensors if attributes_of_tensor(each))
         if (size := sum(map(len, self._of_torch.values()))) != self._attributes:
             self._attributes = size
             self._tell_added(self._of_torch)
-        scopes = self._find(sys._getframe(1))
+        scopes = self._find(frame)
         self._writer.memory.refresh()
         now = self._write(scopes)
         if (took := time.thread_time() - begun) > _DEAR_S:
@@ -527,7 +550,6 @@ class Variables:
                 the script's first ones. Data sets and samplers then stay as reading has left them.
         """
         self._holds, self._at_once = True, at_once
-        self._writer.data = self._writer.data or not at_once
         try:
             yield
         finally:
