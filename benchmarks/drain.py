@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Row, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import FULL, QUICK, Row, arguments, at_most, begin, finish, say, scratch
 from benchmarks.recovery_traces import Traces
 from shared_core.cli.watch import ask
 from shared_core.events import read_events
@@ -112,11 +112,10 @@ def measure(folder: Path, sizes: tuple[int, ...], rounds: int) -> list[Row]:
 
 
 def main() -> int:
-    leave_nothing()
-    options = arguments("drain", str(__doc__)).parse_args()
+    options = begin(arguments("drain", str(__doc__)))
     with scratch() as folder:
-        rows = measure(folder, (1,) if options.quick else tuple(SIZES), 1 if options.quick else 3)
-    return finish(rows, options.json)
+        rows = measure(folder, (1,) if options.size == QUICK else tuple(SIZES), 3 if options.size == FULL else 1)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

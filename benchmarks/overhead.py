@@ -14,34 +14,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import turns
-from benchmarks.common import (
-    WORKERS,
-    Row,
-    arguments,
-    at_most,
-    finish,
-    has_torchft,
-    leave_nothing,
-    lighthouse,
-    say,
-)
+from benchmarks.common import FULL, QUICK, WORKERS, Row, arguments, at_most, begin, finish, has_torchft, lighthouse, say
 from benchmarks.overhead_parts import PARTS
 from benchmarks.overhead_worker import SHARDED
 from benchmarks.turns import Side, Start
 from shared_core.config import variable_of
 
 SCRIPT = Path(__file__).with_name("overhead_worker.py")
-#: Steps in a block, rounds, and rounds with --quick; None leaves the case out there.
-CASES: dict[str, tuple[int, int, int | None]] = {
-    "gpt2": (4, 30, 5),
-    "mlp": (30, 40, 8),
-    "1M": (30, 20, None),
-    "10M": (4, 16, 3),
-    "50M": (1, 12, None),
-    "fsdp2-10M": (2, 12, None),
-    "fsdp2-50M": (1, 10, None),
-    "zero3-10M": (2, 12, None),
-    "zero3-50M": (1, 10, None),
+#: Steps in a block, and rounds by size of the run; 0 leaves the case out, unless it is asked for.
+CASES: dict[str, tuple[int, tuple[int, int, int]]] = {
+    "gpt2": (4, (5, 15, 30)),
+    "mlp": (30, (8, 20, 40)),
+    "1M": (30, (0, 0, 20)),
+    "10M": (4, (3, 8, 16)),
+    "50M": (1, (0, 0, 12)),
+    "fsdp2-10M": (2, (0, 8, 12)),
+    "fsdp2-50M": (1, (0, 0, 10)),
+    "zero3-10M": (2, (0, 8, 12)),
+    "zero3-50M": (1, (0, 0, 10)),
 }
 NAMES = {
     "gpt2": "demo GPT-2, 1.2 M parameters",
@@ -153,29 +143,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--also", metavar="OPTION=VALUE", action="append", default=[], help="also swift with this option"
     )
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     systems = ["gloo", "swift"]
-    if has_torchft() and not options.quick:
+    if options.size == FULL and has_torchft():
         systems.append("torchft")
     systems += [f"{ALSO}{each}" for each in options.also]
-    rounds = {case: quick if options.quick else full for case, (_, full, quick) in CASES.items()}
+    rounds = {
+        case: by_size[options.size] or (by_size[FULL] if options.only else 0) for case, (_, by_size) in CASES.items()
+    }
     chosen = [case for case in options.only or CASES if rounds[case]]
-    if not chosen:
-        parser.error(f"--quick leaves {', '.join(options.only)} out")
     rows: list[Row] = []
     # Together with --quick, because starting takes longest; apart otherwise, so that no case sees another's memory.
-    for batch in [chosen] if options.quick else [[case] for case in chosen]:
+    for batch in [chosen] if options.size == QUICK else [[case] for case in chosen]:
         # The other two are for DistributedDataParallel.
         able = systems if batch[0] not in SHARDED else ["gloo", "swift"]
         say(f"starting {' and '.join(able)} for {', '.join(batch)}")
         with sides(able) as ready:
             for case in batch:
                 say(f"{NAMES[case]}: {rounds[case]} rounds of {CASES[case][0]} steps on each")
-                rows += measure(case, ready, CASES[case][0], rounds[case] or 0, alone=len(batch) == 1)
+                rows += measure(case, ready, CASES[case][0], rounds[case], alone=len(batch) == 1)
             if options.parts:
                 rows += costs(batch[-1], ready["swift"], 10 * CASES[batch[-1]][0])
-    return finish(rows, options.json)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import turns
-from benchmarks.common import WORKERS, Row, arguments, at_most, finish, leave_nothing, say
+from benchmarks.common import QUICK, WORKERS, Row, arguments, at_most, begin, finish, say
 from benchmarks.pipeline_model import COMPUTE, ENV, MICRO_BATCHES
 from benchmarks.turns import Side, Start
 
@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).with_name("pipeline_overhead_worker.py")
 PLAIN = "DeepSpeed"
 TARGET, TARGET_LOGGED = 1.03, 1.05
 SLOW_DISK_BYTES_PER_S = 10e6
-#: Steps in a block; rounds by compute, and of a quick run.
-STEPS, ROUNDS, QUICK_ROUNDS = 4, {"emulated": 6, "real": 15}, 3
+#: Steps in a block; rounds by compute and size of the run.
+STEPS, ROUNDS = 4, {"emulated": (0, 5, 6), "real": (3, 8, 15)}
 _NEVER = (("SWIFT_RECOVERY_LOG_MESSAGES", "never"),)
 _EACH = (("SWIFT_RECOVERY_LOG_GROUPS", "worker"),)
 _GROUPS = (("SWIFT_RECOVERY_LOG_GROUPS", "0-1,2-3"),)
@@ -132,18 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("pipeline_overhead", "Step time, logs and memory of our pipeline engine against DeepSpeed's.")
     parser.add_argument("--only", choices=list(COMPUTE), help="only with this compute")
     parser.add_argument("--stages", type=int, choices=list(TOPOLOGIES), help="only with so many stages")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     rows: list[Row] = []
     for stages, variants in TOPOLOGIES.items():
         if options.stages not in (None, stages):
             continue
         for compute in COMPUTE:
-            if options.only not in (None, compute) or (options.quick and compute == "emulated"):
-                continue
-            chosen = [variant for variant in variants if variant.quick or not options.quick]
-            rows += run(compute, stages, chosen, QUICK_ROUNDS if options.quick else ROUNDS[compute])
-    return finish(rows, options.json)
+            rounds = ROUNDS[compute][options.size]
+            if options.only in (None, compute) and rounds:
+                chosen = [variant for variant in variants if variant.quick or options.size > QUICK]
+                rows += run(compute, stages, chosen, rounds)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

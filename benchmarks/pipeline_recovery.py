@@ -26,14 +26,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Row, Workers, arguments, at_least, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import FULL, QUICK, Row, Workers, arguments, at_least, at_most, begin, finish, say, scratch
 from benchmarks.pipeline_model import ENV, MICRO_BATCHES
 from benchmarks.recovery import MAX_WAIT_S, Traces, settled, stalled_until, wait
 from shared_core.events import read_events
 from shared_core.report import recoveries
 
 SCRIPT = Path(__file__).with_name("pipeline_recovery_worker.py")
-#: Steps between two checkpoints, and finished steps since the last one when a worker is killed.
+#: Steps between two checkpoints, and finished steps since the last one when a worker is killed; of a quick run.
 EVERY, SINCE = 6, 4
 QUICK_EVERY, QUICK_SINCE = 4, 2
 REPLICA_TARGET_S = 1.0
@@ -88,23 +88,24 @@ class Case:
         return longest
 
 
-EMULATED = (
+USUALLY = (
     Case(2, 2, "replica", ((0,), (1,), (0, 1))),
     Case(2, 2, "torchrun", ((1,),)),
     Case(4, 1, "replay", ((0,), (2,), (3,), (1, 2))),
     Case(4, 1, "shared replay", ((1,), (2,))),
+    Case(4, 2, "replica", ((0,), (2,), (3,), (1, 2))),
+)
+LONG = (
+    *USUALLY,
     Case(4, 1, "shared replay", ((3,),), groups="2-3"),
     Case(4, 1, "torchrun", ((3,),)),
-    Case(4, 2, "replica", ((0,), (2,), (3,), (1, 2))),
     Case(4, 2, "torchrun", ((3,),)),
-)
-REAL = (
     Case(2, 2, "replica", ((0,), (1,)), "real"),
     Case(2, 2, "torchrun", ((1,),), "real"),
     Case(4, 1, "replay", ((0,), (2,), (3,)), "real"),
     Case(4, 1, "torchrun", ((3,),), "real"),
 )
-QUICK = (
+FEW = (
     Case(2, 2, "replica", ((1,),)),
     Case(4, 1, "replay", ((2,),)),
     Case(4, 1, "shared replay", ((2,),)),
@@ -384,18 +385,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
     parser = arguments("pipeline_recovery", "Delay and work done again after SIGKILL of pipeline stages.")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains this")
-    parser.add_argument("--repeats", type=int, default=3, help="kills of each kind")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    parser.add_argument("--repeats", type=int, default=3, help="kills of each kind in a full run")
+    options = begin(parser, argv)
     rows: list[Row] = []
-    every, since = (QUICK_EVERY, QUICK_SINCE) if options.quick else (EVERY, SINCE)
-    for case in QUICK if options.quick else (*EMULATED, *REAL):
+    every, since = (QUICK_EVERY, QUICK_SINCE) if options.size == QUICK else (EVERY, SINCE)
+    for case in (FEW, USUALLY, LONG)[options.size]:
         if options.only and options.only not in case.name:
             continue
         with scratch() as folder:
             say(f"{case.name}: starting {case.workers} workers")
-            rows += rows_of(run(case, 1 if options.quick else options.repeats, folder, every, since))
-    return finish(rows, options.json)
+            rows += rows_of(run(case, options.repeats if options.size == FULL else 1, folder, every, since))
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -32,15 +32,16 @@ from torch.distributed import TCPStore
 
 from benchmarks import commit_side
 from benchmarks.common import (
+    FULL,
     WORKERS,
     Row,
     Workers,
     arguments,
     at_least,
     at_most,
+    begin,
     finish,
     has_torchft,
-    leave_nothing,
     lighthouse,
     say,
     scratch,
@@ -80,8 +81,7 @@ class System:
     Attributes:
         name: in the table.
         system: what the worker script calls it.
-        kills: kills in a whole run.
-        quick_kills: kills in a quick one; 0 leaves it out.
+        kills: by size of the run; 0 leaves it out.
         standbys: of this product, on each machine.
         every: steps between two checkpoints or commits.
         heartbeat_ms: torchft's heartbeat time-out.
@@ -96,8 +96,7 @@ class System:
 
     name: str
     system: str
-    kills: int
-    quick_kills: int
+    kills: tuple[int, int, int]
     standbys: int = 1
     every: int = 0
     heartbeat_ms: int = 5000
@@ -130,27 +129,29 @@ class System:
 
 
 SYSTEMS = [
-    System("swift, standby", "swift", 10, 3),
-    System("swift, respawn (no standby)", "swift", 5, 1, standbys=0),
-    System("swift under Accelerate, standby", "accelerate", 5, 0),
-    System("swift, shrink and growth", "swift", 5, 0, resizes=True),
-    System("swift, spare machine", "swift", 3, 0, machines=2),
-    System("torchrun, checkpoint every step", "torchrun", 4, 0, every=1),
-    System("torchrun, checkpoint every 5 steps", "torchrun", 4, 0, every=5),
-    System("torchrun, checkpoint every 20 steps", "torchrun", 4, 1, every=20),
-    System("torchrun, CheckFreq's way", "checkfreq", 4, 0),
-    System("in-memory commit every step (Elastic Horovod's way)", "commit", 4, 0, every=1),
-    System("in-memory commit every 20 steps", "commit", 4, 0, every=20),
-    System("torchft, defaults", "torchft", 3, 0),
-    System("torchft, heartbeat time-out 1 s", "torchft", 3, 1, heartbeat_ms=1000, timeout_s=5),
+    System("swift, standby", "swift", (3, 10, 10)),
+    System("swift, respawn (no standby)", "swift", (1, 3, 5), standbys=0),
+    System("swift under Accelerate, standby", "accelerate", (0, 3, 5)),
+    System("swift, shrink and growth", "swift", (0, 2, 5), resizes=True),
+    System("swift, spare machine", "swift", (0, 2, 3), machines=2),
+    System("torchrun, checkpoint every step", "torchrun", (0, 0, 4), every=1),
+    System("torchrun, checkpoint every 5 steps", "torchrun", (0, 0, 4), every=5),
+    System("torchrun, checkpoint every 20 steps", "torchrun", (1, 3, 4), every=20),
+    System("torchrun, CheckFreq's way", "checkfreq", (0, 0, 4)),
+    System("in-memory commit every step (Elastic Horovod's way)", "commit", (0, 2, 4), every=1),
+    System("in-memory commit every 20 steps", "commit", (0, 0, 4), every=20),
+    System("torchft, defaults", "torchft", (0, 0, 3)),
+    System("torchft, heartbeat time-out 1 s", "torchft", (1, 2, 3), heartbeat_ms=1000, timeout_s=5),
     # Half the width: as many parameters as one shard of four.
-    System("swift, DDP, a shard of FSDP2's or ZeRO-3's 10 M", "swift", 5, 0, model=(10, 512)),
-    System("swift, FSDP2, 10 M", "swift", 5, 0, model=(10, 1024), sharded="fsdp2"),
-    System("swift, ZeRO-3, 10 M", "swift", 5, 0, model=(10, 1024), sharded="zero3"),
-    System("torchrun, FSDP2, 10 M, async_save every 20", "torchrun", 3, 0, every=20, model=(10, 1024), sharded="fsdp2"),
-    System("swift, DDP, a shard of FSDP2's or ZeRO-3's 50 M", "swift", 3, 0, model=(12, 1024), pace=10),
-    System("swift, FSDP2, 50 M", "swift", 3, 0, model=(12, 2048), sharded="fsdp2", pace=10),
-    System("swift, ZeRO-3, 50 M", "swift", 3, 0, model=(12, 2048), sharded="zero3", pace=10),
+    System("swift, DDP, a shard of FSDP2's or ZeRO-3's 10 M", "swift", (0, 2, 5), model=(10, 512)),
+    System("swift, FSDP2, 10 M", "swift", (0, 2, 5), model=(10, 1024), sharded="fsdp2"),
+    System("swift, ZeRO-3, 10 M", "swift", (0, 0, 5), model=(10, 1024), sharded="zero3"),
+    System(
+        "torchrun, FSDP2, 10 M, async_save every 20", "torchrun", (0, 0, 3), every=20, model=(10, 1024), sharded="fsdp2"
+    ),
+    System("swift, DDP, a shard of FSDP2's or ZeRO-3's 50 M", "swift", (0, 0, 3), model=(12, 1024), pace=10),
+    System("swift, FSDP2, 50 M", "swift", (0, 0, 3), model=(12, 2048), sharded="fsdp2", pace=10),
+    System("swift, ZeRO-3, 50 M", "swift", (0, 0, 3), model=(12, 2048), sharded="zero3", pace=10),
 ]
 
 
@@ -451,16 +452,15 @@ def rows_of(outcome: Outcome, best_other: float | None, shard: float | None = No
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
     parser = arguments("recovery", "Stall and lost work after SIGKILL of a worker, under this and other systems.")
-    parser.add_argument("--only", metavar="TEXT", help="only systems whose name contains this")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only systems whose name contains this")
     parser.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     torchft = has_torchft()
     outcomes = []
     with scratch() as folder:
         for system in SYSTEMS:
-            kills = system.quick_kills if options.quick else system.kills
-            if not kills or (options.only and options.only not in system.name):
+            kills = system.kills[options.size] or (system.kills[FULL] if options.only else 0)
+            if not kills or options.only not in system.name:
                 continue
             if system.system == "torchft" and not torchft:
                 continue
@@ -476,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in outcomes:
         shard = next((o for o in outcomes if o.system.holds_a_shard_of(one.system)), None)
         rows += rows_of(one, best_other, stalls[shard.system.name] if shard is not None else None)
-    return finish(rows, options.json)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,17 @@ import signal
 import statistics
 from pathlib import Path
 
-from benchmarks.common import Row, Workers, at_most, say, scratch
+from benchmarks.common import QUICK, Row, Workers, at_most, say, scratch
 from benchmarks.recovery import MAX_WAIT_S, wait
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 
 SCRIPT = Path(__file__).with_name("rejoin_worker.py")
 #: Millions of parameters.
-SIZES, QUICK_SIZES = (1, 10, 50), (1,)
+SIZES = (1, 10, 50)
 #: Steps before the first kill, and after each admitting.
 STEPS = 5
-KILLS, QUICK_KILLS = 3, 1
+KILLS = (1, 1, 3)
 WORKERS = 2
 #: The stop with the largest model, in stops with the smallest.
 TARGET = 2.0
@@ -80,16 +80,16 @@ class Run:
         return stops, longer, statistics.median(steps)
 
 
-def rows(quick: bool) -> list[Row]:
-    """Rows of all sizes."""
+def rows(size: int) -> list[Row]:
+    """Rows of a run of this size."""
     found, stops = [], dict[tuple[int, bool], float]()
-    sizes = QUICK_SIZES if quick else SIZES
+    sizes = SIZES[: 1 if size == QUICK else None]
     for millions in sizes:
         for copied in (False, True):
             with scratch() as folder:
                 run = Run(millions, copied, folder)
                 with run.workers:
-                    seconds, longer, step = run.measure(QUICK_KILLS if quick else KILLS)
+                    seconds, longer, step = run.measure(KILLS[size])
             stops[millions, copied] = stop = statistics.median(seconds)
             found.append(Row(run.name, "stop at re-join", 1e3 * stop, "ms"))
             found.append(Row(run.name, "stop at re-join / step", stop / step, "steps"))

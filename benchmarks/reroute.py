@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import FULL, QUICK, Row, Workers, arguments, at_most, begin, finish, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
 from benchmarks.recovery import MAX_WAIT_S, wait
 from benchmarks.recovery_traces import Traces
@@ -45,8 +45,8 @@ from shared_core.schedule.timing import StageTimes, Times, simulate
 SCRIPT = Path(__file__).with_name("reroute_worker.py")
 #: Steps that are not looked at in the beginning: in them all is measured, and plans are made.
 WARM = 4
-#: Steps of which a period is taken.
-STEPS, QUICK_STEPS = 8, 5
+#: Steps of which a period is taken, by size of the run.
+STEPS = (5, 5, 8)
 PERIOD_TARGET, COST_TARGET, FIRST_TARGET_S, EXTRA_TARGET = 0.05, 0.03, 0.3, 0.1
 #: Four micro-batches that take twice as long, instead of six of them, where others have eight of the usual ones.
 STRAGGLER_TARGET = 0.8
@@ -361,13 +361,15 @@ def rows_of(outcome: Outcome) -> list[Row]:
     return rows
 
 
-def cases(quick: bool) -> list[Case]:
-    """What is run."""
+def cases(size: int) -> list[Case]:
+    """What a run of this size runs."""
     two, big = (PlannedWorker(1, 1), PlannedWorker(0, 0)), (PlannedWorker(1, 2), PlannedWorker(0, 1))
     small, large = Topology(2, 2, 4), Topology(3, 4, 6)
-    if quick:
-        return [Case(small, Variant.STAGGERED, two[:1]), Case(large, Variant.STAGGERED, big[:1], "long halves")]
     shapes = [(small, two), (Topology(3, 2, 4), two), (Topology(2, 4, 6), big), (large, big)]
+    if size < FULL:
+        few = shapes[:1] if size == QUICK else shapes
+        found = [Case(topology, Variant.STAGGERED, failed[:1], _slots(topology)) for topology, failed in few]
+        return [*found, Case(small, Variant.STAGGERED, two[:1], rejoins=True)]
     found = [Case(topology, variant, failed, _slots(topology)) for topology, failed in shapes for variant in Variant]
     found += [Case(small, Variant.STAGGERED, two, "real")]
     one_stage = (PlannedWorker(0, 1), PlannedWorker(1, 1))
@@ -386,18 +388,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
     parser = arguments("reroute", "Pipelines that continue without failed workers.")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains this")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     rows: list[Row] = []
-    for case in cases(options.quick):
+    for case in cases(options.size):
         if options.only and options.only not in case.name:
             continue
         with scratch() as folder:
             say(f"{case.name}: starting {case.topology.pipelines * case.topology.stages} workers")
-            run = Run(case, folder, QUICK_STEPS if options.quick else STEPS)
+            run = Run(case, folder, STEPS[options.size])
             with run.workers:
                 rows += rows_of(run.measure())
-    return finish(rows, options.json)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

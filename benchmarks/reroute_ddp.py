@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import rejoin, turns
-from benchmarks.common import Row, arguments, finish, leave_nothing, say
+from benchmarks.common import QUICK, Row, arguments, begin, finish, say
 from benchmarks.overhead import NAMES
 from benchmarks.turns import Side, Start
 
 SCRIPT = Path(__file__).with_name("reroute_ddp_worker.py")
-#: Steps in a block, and rounds.
-CASES = {"mlp": (20, 20), "gpt2": (4, 16), "10M": (4, 12)}
-QUICK = ("mlp",)
+#: Steps in a block, and rounds by size of the run.
+CASES = {"mlp": (20, (5, 12, 20)), "gpt2": (4, (4, 8, 16)), "10M": (4, (3, 8, 12))}
 _REJOIN = "rejoin"
 SYSTEMS = {
     "gloo": Start("torchrun", ("--loop", "ddp")),
@@ -60,12 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 0."""
     parser = arguments("reroute_ddp", "Step time of shared_steps, whose workers may continue alone, against plain DDP.")
     parser.add_argument("--only", choices=[*CASES, _REJOIN], action="append", help="only this case; may be repeated")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     rows: list[Row] = []
-    for case in options.only or (QUICK if options.quick else (*CASES, _REJOIN)):
+    for case in options.only or ("mlp",) if options.size == QUICK else (*CASES, _REJOIN):
         if case == _REJOIN:
-            rows += rejoin.rows(options.quick)
+            rows += rejoin.rows(options.size)
             continue
         steps, rounds = CASES[case]
         say(f"starting {', '.join(SYSTEMS)} for {case}")
@@ -73,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             system: Start(start.launcher, (*start.args, "--case", case), start.env) for system, start in SYSTEMS.items()
         }
         with turns.sides(starts, SCRIPT) as ready:
-            rows += measure(case, ready, steps, max(3, rounds // 4) if options.quick else rounds)
-    return finish(rows, options.json)
+            rows += measure(case, ready, steps, rounds[options.size])
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import Row, arguments, at_most, finish, say
+from benchmarks.common import QUICK, Row, arguments, at_most, begin, finish, say
 from shared_core.reroute.split import StageBackward
 
 #: name: (width, blocks, sequences, tokens); a stage of GPT-like blocks, without attention for "linear layers"
@@ -153,13 +153,13 @@ def measure(case: str, rounds: int) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target was missed."""
-    options = arguments("split_backward", "What splitting a backward costs, and what it holds.").parse_args(argv)
+    options = begin(arguments("split_backward", "What splitting a backward costs, and what it holds."), argv)
     torch.set_num_threads(1)
     rows: list[Row] = []
     for case in CASES:
         say(case)
-        rows += measure(case, 5 if options.quick else 40)
-    return finish(rows, options.json)
+        rows += measure(case, 5 if options.size == QUICK else 40)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.common import WORKERS, Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import QUICK, WORKERS, Row, Workers, arguments, at_most, begin, finish, say, scratch
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 
@@ -31,6 +31,8 @@ MAX_WAIT_S = 180.0
 #: Of the stall of a script that starts at once.
 FACTOR_TARGET = 1.5
 SLOWER_TARGET = 1.02
+#: By size of the run: jobs of each case; turns in which a standby waits and is stopped.
+ROUNDS = ((1, 3), (2, 8), (5, 15))
 
 
 class Run:
@@ -92,15 +94,13 @@ class Run:
         )
 
 
-def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
+def measure(folder: Path, size: int) -> list[Row]:
     """All rows."""
+    rounds, turns = ROUNDS[size]
     slow = f"{STARTUP_S:g} s"
-    cases: list[tuple[str, float, int | str]] = [
-        ("no start-up", 0.0, 0),
-        (slow, STARTUP_S, 0),
-        (f"{slow}, forked, rank 0", STARTUP_S, "auto"),
-        (f"{slow}, prepared", STARTUP_S, 1),
-    ]
+    cases: list[tuple[str, float, int | str]] = [("no start-up", 0.0, 0), (f"{slow}, prepared", STARTUP_S, 1)]
+    if size > QUICK:
+        cases += [(slow, STARTUP_S, 0), (f"{slow}, forked, rank 0", STARTUP_S, "auto")]
     stalls: dict[str, list[float]] = {case: [] for case, _, _ in cases}
     rows: list[Row] = []
     for number in range(rounds):
@@ -112,10 +112,11 @@ def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
                 if prepared == 1 and number == rounds - 1:
                     rows += _meanwhile(run, turns)
     medians = {case: statistics.median(found) for case, found in stalls.items()}
-    first, _, forked, last = medians.values()
     rows = [Row(case, "stall, median", stall, "s") for case, stall in medians.items()] + rows
-    factors = {"forked / no start-up": forked / first, "prepared / no start-up": last / first}
-    return [*rows, *(at_most(case, "stall", each, "", FACTOR_TARGET) for case, each in factors.items())]
+    for case, startup_s, prepared in cases:
+        if startup_s and prepared:
+            rows.append(at_most(case, "stall / no start-up", medians[case] / medians["no start-up"], "", FACTOR_TARGET))
+    return rows
 
 
 def _meanwhile(run: Run, turns: int) -> list[Row]:
@@ -150,11 +151,10 @@ def _processor_s(pid: int) -> float:
 
 def main() -> int:
     parser = arguments("startup", "Stall of a failure in a script that starts slowly, with and without a hot standby.")
-    options = parser.parse_args()
-    leave_nothing()
+    options = begin(parser)
     with scratch() as folder:
-        rows = measure(folder, *((1, 3) if options.quick else (5, 15)))
-    return finish(rows, options.json)
+        rows = measure(folder, options.size)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":
