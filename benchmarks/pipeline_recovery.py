@@ -18,7 +18,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.common import FULL, QUICK, Row, Workers, arguments, at_least, at_most, begin, finish, say, scratch
 from benchmarks.pipeline_model import ENV, MICRO_BATCHES
-from benchmarks.recovery import MAX_WAIT_S, Traces, settled, stalled_until, wait
+from benchmarks.recovery_traces import Traces, end, settled, stalled_until, wait
 from shared_core.events import read_events
 from shared_core.report import recoveries
 
@@ -193,13 +192,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
                 )
         traces.refresh()
         outcome.step_s = normal_step(traces)
-        (out / "stop").write_text(str(traces.furthest() + 3))
-        try:
-            status = workers.wait(MAX_WAIT_S)
-        except subprocess.TimeoutExpired:
-            status = -1
-        if status:
-            raise RuntimeError(f"{case.name} ended with status {status}\n{workers.tail()}")
+        end(workers, traces.furthest() + 3)
     return outcome
 
 

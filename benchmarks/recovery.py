@@ -20,7 +20,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -48,12 +47,14 @@ from benchmarks.common import (
 )
 from benchmarks.recovery_traces import (
     Traces,
+    end,
     lost_samples,
     repeated,
     settled,
     stalled_until,
     step_time,
     user_time,
+    wait,
 )
 from benchmarks.recovery_worker import LAYERS, WIDTH
 from shared_core.events import read_events
@@ -61,8 +62,6 @@ from shared_core.report import recoveries
 from tests.support.namespaces import machines, unavailable
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
-#: Seconds that a system gets to recover; none of those measured comes near.
-MAX_WAIT_S = 120.0
 STALL_TARGET_S = 0.6
 FACTOR_TARGET = 8.0
 READY_TARGET_MS = 60.0
@@ -242,13 +241,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
             )
         traces.refresh()
         last = traces.furthest() + max(3, min(60, round(2.0 / outcome.step_s)))
-        (out / "stop").write_text(str(last))
-        try:
-            status = workers.wait(MAX_WAIT_S)
-        except subprocess.TimeoutExpired:
-            status = -1
-        if status and -1 in workers.processes:
-            raise RuntimeError(f"{system.name} ended with status {status}\n{workers.tail()}")
+        end(workers, last)
     traces.refresh()
     # With another number of workers a step is of other samples.
     outcome.lost_samples = None if system.resizes else lost_samples(traces)
@@ -359,21 +352,6 @@ def wait_for_steps(ranks: Sequence[int], before: set[int], workers: Workers, tra
 
     wait(traces, workers, lambda: None not in map(first, ranks))
     return max(first(rank) or 0.0 for rank in ranks)
-
-
-def wait(traces: Traces, workers: Workers, done: Any) -> None:
-    """Read the traces until ``done()``.
-
-    Raises:
-        RuntimeError: the job has ended, or nothing happened for too long.
-    """
-    deadline = time.monotonic() + MAX_WAIT_S
-    while not done():
-        workers.check()
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{workers.system} did not continue within {MAX_WAIT_S:.0f} s\n{workers.tail()}")
-        time.sleep(0.005)
-        traces.refresh()
 
 
 def add_readiness(outcome: Outcome, path: Path) -> None:

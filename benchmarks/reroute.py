@@ -22,19 +22,16 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common import FULL, QUICK, Row, Workers, arguments, at_most, begin, finish, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
-from benchmarks.recovery import MAX_WAIT_S, wait
-from benchmarks.recovery_traces import Traces
-from shared_core.events import Event, read_events
+from benchmarks.recovery_traces import Job, end
 from shared_core.reroute.times import second_updates
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import plan
@@ -149,15 +146,14 @@ class Outcome:
     straggling: Straggling | None = None
 
 
-class Run:
+class Run(Job):
     """A job under way."""
 
     def __init__(self, case: Case, folder: Path, steps: int) -> None:
-        self.case, self.steps, self.out = case, steps, folder / "job"
-        self.out.mkdir()
+        self.case, self.steps, out = case, steps, folder / "job"
+        out.mkdir()
         topology = case.topology
-        self.traces = Traces(self.out, topology.pipelines * topology.stages)
-        args = ["--out", str(self.out), "--compute", case.compute, "--stages", str(topology.stages)]
+        args = ["--out", str(out), "--compute", case.compute, "--stages", str(topology.stages)]
         args += ["--micro-batches", str(topology.micro_batches)]
         args += ["--straggler", str(case.rank(case.straggler))] if case.straggler is not None else []
         env = ENV | {
@@ -168,24 +164,7 @@ class Run:
         }
         number = topology.pipelines * topology.stages
         standbys = int(case.rejoins)
-        self.workers = Workers("swift", SCRIPT, args, self.out, standbys=standbys, env=env, nproc=number)
-
-    def ends(self, rank: int) -> dict[int, float]:
-        """When each step had returned."""
-        return {line["step"]: line["time"] for line in self.traces.steps(rank)}
-
-    def until(self, step: int, ranks: Sequence[int]) -> None:
-        """Wait until ranks have finished a step."""
-        self.when(lambda: all(max(self.ends(rank), default=0) >= step for rank in ranks))
-
-    def when(self, condition: Callable[[], bool]) -> None:
-        """Wait."""
-        wait(self.traces, self.workers, condition)
-
-    def events(self, kind: str, after: float = 0.0) -> list[Event]:
-        """Those of a kind, since a moment."""
-        path = self.out / "events.jsonl"
-        return [e for e in read_events(path) if e.kind == kind and e.time >= after] if path.exists() else []
+        super().__init__(Workers("swift", SCRIPT, args, out, standbys=standbys, env=env, nproc=number))
 
     def period(self, first: int, ranks: Sequence[int]) -> float:
         """Mean seconds of the steps after ``first``."""
@@ -212,14 +191,7 @@ class Run:
             outcome.phases[-1] = self.spread(failed, ranks)  # the move came while that phase was measured
         if case.straggler is not None:
             outcome.straggling = self.straggle(ranks)
-        furthest = max(max(self.ends(rank)) for rank in ranks)
-        (self.out / "stop").write_text(str(furthest + 3))
-        try:
-            status = self.workers.wait(MAX_WAIT_S)
-        except subprocess.TimeoutExpired:
-            status = -1
-        if status:
-            raise RuntimeError(f"{case.name} ended with status {status}\n{self.workers.tail()}")
+        end(self.workers, max(max(self.ends(rank)) for rank in ranks) + 3)
         return outcome
 
     def expected(self, failed: Sequence[PlannedWorker]) -> float | None:

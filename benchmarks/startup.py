@@ -18,16 +18,14 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import QUICK, WORKERS, Row, Workers, arguments, at_most, begin, finish, say, scratch
-from benchmarks.recovery_traces import Traces
-from shared_core.events import Event, read_events
+from benchmarks.recovery_traces import Job, settled
 
 SCRIPT = Path(__file__).with_name("startup_worker.py")
 STARTUP_S = 8.0
-MAX_WAIT_S = 180.0
 #: Of the stall of a script that starts at once.
 FACTOR_TARGET = 1.5
 SLOWER_TARGET = 1.02
@@ -35,7 +33,7 @@ SLOWER_TARGET = 1.02
 ROUNDS = ((1, 3), (2, 8), (5, 15))
 
 
-class Run:
+class Run(Job):
     """One job.
 
     Args:
@@ -46,38 +44,20 @@ class Run:
 
     def __init__(self, out: Path, startup_s: float, prepared: int | str) -> None:
         out.mkdir()
-        self.out, self._prepared = out, prepared
+        self._prepared = prepared
         self._rank = 0 if prepared == "auto" else WORKERS - 1
         args = ["--startup", str(startup_s), "--out", str(out)]
-        self.workers = Workers("swift", SCRIPT, args, out, options=[f"--prepared={prepared}"])
-
-    def events(self, kind: str) -> list[Event]:
-        """Events of a kind so far."""
-        path = self.out / "events.jsonl"
-        return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
-
-    def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """Return when ``done()``.
-
-        Raises:
-            RuntimeError: it takes too long, or the job has ended.
-        """
-        deadline = time.monotonic() + MAX_WAIT_S
-        while not done():
-            self.workers.check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no {what} after {MAX_WAIT_S:g} s\n{self.workers.tail()}")
-            time.sleep(0.05)
+        super().__init__(Workers("swift", SCRIPT, args, out, options=[f"--prepared={prepared}"]), pause_s=0.05)
 
     def stall(self) -> float:
         """Kill the rank, and return the stall."""
-        self.wait("step", lambda: (self.out / f"trace{self._rank}.jsonl").exists())
+        self.when(lambda: settled(self.traces, 1))
         if self._prepared:
-            self.wait("hot standby", lambda: any(each.rank == self._rank for each in self.events("prepared")))
+            self.when(lambda: any(each.rank == self._rank for each in self.events("prepared")))
         time.sleep(0.5)
         [start] = self.events("start")
         os.kill(start.fields["pids"][str(self._rank)], signal.SIGKILL)
-        self.wait("recovery", lambda: len(self.events("resumed")) >= WORKERS - 1)
+        self.when(lambda: len(self.events("resumed")) >= WORKERS - 1)
         [replacement] = self.events("replacement_start")
         if replacement.fields["how"] != {0: "standby", "auto": "forked"}.get(self._prepared, "prepared"):
             raise RuntimeError(f"the replacement was a {replacement.fields['how']} one")
@@ -85,9 +65,8 @@ class Run:
 
     def step_s(self, spans: Sequence[tuple[float, float]]) -> float:
         """Median time of a step of rank 0 that began and ended within one of these spans."""
-        traces = Traces(self.out)
-        traces.refresh()
-        times = [float(line["time"]) for line in traces.steps(0)]
+        self.traces.refresh()
+        times = list(self.ends().values())
         pairs = zip(times, times[1:], strict=False)
         return statistics.median(
             end - start for start, end in pairs if any(low <= start and end <= high for low, high in spans)
@@ -121,7 +100,7 @@ def measure(folder: Path, size: int) -> list[Row]:
 
 def _meanwhile(run: Run, turns: int) -> list[Row]:
     """What a standby costs while it waits, and while it is prepared."""
-    run.wait("hot standby", lambda: len(run.events("prepared")) > 1)
+    run.when(lambda: len(run.events("prepared")) > 1)
     pid = run.events("prepared")[-1].fields["pid"]
     spans: dict[signal.Signals, list[tuple[float, float]]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
     begun, used = time.time(), _processor_s(pid)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.common import WORKERS, Row, arguments, at_least, at_most, begin, finish, has_torchft, say, scratch
-from benchmarks.recovery import System, folder_of, hit, started, wait
-from benchmarks.recovery_traces import Traces, step_time
+from benchmarks.recovery import System, folder_of, hit, started
+from benchmarks.recovery_traces import Traces, step_time, wait
 from benchmarks.recovery_worker import BATCH
 from benchmarks.simulate.checkpoints import young
 from benchmarks.simulated_training import Training, total_time, worst_case
