@@ -12,6 +12,7 @@ import platform
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,14 +52,21 @@ class Row:
     holds: bool | None = None
 
 
-def at_most(case: str, metric: str, value: float | None, unit: str, target: float) -> Row:
-    """A row whose value must not exceed ``target``."""
-    return Row(case, metric, value, unit, target, value is not None and value <= target)
+def at_most(case: str, metric: str, value: float | None, unit: str, target: float | None) -> Row:
+    """A row whose value must not exceed ``target``, if there is one."""
+    holds = None if target is None else value is not None and value <= target
+    return Row(case, metric, value, unit, target, holds)
 
 
-def at_least(case: str, metric: str, value: float | None, unit: str, target: float) -> Row:
-    """A row whose value must reach ``target``."""
-    return Row(case, metric, value, unit, target, value is not None and value >= target)
+def at_least(case: str, metric: str, value: float | None, unit: str, target: float | None) -> Row:
+    """A row whose value must reach ``target``, if there is one."""
+    holds = None if target is None else value is not None and value >= target
+    return Row(case, metric, value, unit, target, holds)
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of what was measured in the same rounds."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -305,6 +313,15 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.file = connection.makefile("rwb")
+
+    @classmethod
+    def of_worker(cls, address: str, system: str) -> Line:
+        """A worker's to its benchmark, which hears who it is (:mod:`benchmarks.turns`)."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        line = cls(connection)
+        line.send({"system": system, "rank": int(os.environ["RANK"])})
+        return line
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message."""

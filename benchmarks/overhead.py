@@ -14,7 +14,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import turns
-from benchmarks.common import FULL, QUICK, WORKERS, Row, arguments, at_most, begin, finish, has_torchft, lighthouse, say
+from benchmarks.common import (
+    FULL,
+    QUICK,
+    WORKERS,
+    Row,
+    arguments,
+    at_most,
+    begin,
+    finish,
+    has_torchft,
+    lighthouse,
+    median_ratio,
+    say,
+)
 from benchmarks.overhead_parts import PARTS
 from benchmarks.overhead_worker import SHARDED
 from benchmarks.turns import Side, Start
@@ -77,43 +90,29 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int, alone
         parameters = side.ask({"build": case})[0]["parameters"]
     for side in ready.values():
         side.step_time(max(3, steps))  # DDP settles its buckets, allocators warm up
-    times: dict[str, list[float]] = {system: [] for system in ready}
-    used: dict[str, list[float]] = {system: [] for system in ready}
-    order = list(ready)
-    for _ in range(rounds):
-        for system in order:
-            answers = ready[system].ask({"run": steps})
-            times[system].append(max(answer["seconds"] for answer in answers) / steps)
-            used[system].append(sum(answer["processor"] for answer in answers))
-        order.reverse()
+    answers = turns.in_turns(ready, rounds, {"run": steps})
+    times = {s: [max(a["seconds"] for a in block) / steps for block in each] for s, each in answers.items()}
+    used = {s: [sum(a["processor"] for a in block) for block in each] for s, each in answers.items()}
     rows = [Row(name, f"step time on {system}", 1e3 * statistics.median(times[system]), "ms") for system in ready]
     for system in ready:
         if system == "gloo":
             continue
-        pairs = zip(times[system], times["gloo"], strict=True)
-        ratio = statistics.median(ours / plain for ours, plain in pairs)
-        metric = f"step time, {system} / gloo"
-        judged = system == "swift" and case in TARGETS
-        rows.append(
-            at_most(name, metric, ratio, "ratio", TARGETS[case]) if judged else Row(name, metric, ratio, "ratio")
-        )
-        processor = statistics.median(a / b for a, b in zip(used[system], used["gloo"], strict=True))
-        rows.append(Row(name, f"processor time of all workers, {system} / gloo", processor, "ratio"))
+        target = TARGETS.get(case) if system == "swift" else None
+        ratio = median_ratio(times[system], times["gloo"])
+        rows.append(at_most(name, f"step time, {system} / gloo", ratio, "ratio", target))
+        ratio = median_ratio(used[system], used["gloo"])
+        rows.append(Row(name, f"processor time of all workers, {system} / gloo", ratio, "ratio"))
     gradient = 4.0 * parameters
     plain = ready["gloo"].peak()
     for system in ready:
         if system == "gloo":
             continue
         extra = (ready[system].peak() - plain) / gradient
-        metric = f"peak memory of a worker, {system} - gloo"
-        judged = system == "swift" and case in MEMORY_TARGETS and alone
-        unit = "gradients"
-        rows.append(
-            at_most(name, metric, extra, unit, MEMORY_TARGETS[case]) if judged else Row(name, metric, extra, unit)
-        )
+        target = MEMORY_TARGETS.get(case) if system == "swift" and alone else None
+        rows.append(at_most(name, f"peak memory of a worker, {system} - gloo", extra, "gradients", target))
     for system in [each for each in ready if each.startswith(ALSO)]:
-        pairs = zip(times[system], times["swift"], strict=True)
-        rows.append(Row(name, f"step time, {system} / swift", statistics.median(a / b for a, b in pairs), "ratio"))
+        ratio = median_ratio(times[system], times["swift"])
+        rows.append(Row(name, f"step time, {system} / swift", ratio, "ratio"))
     rows.append(Row(name, "published by a worker in shared memory", ready["swift"].published() / 1e6, "MB"))
     for row in rows:
         if row.unit == "ratio":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import turns
-from benchmarks.common import QUICK, WORKERS, Row, arguments, at_most, begin, finish, say
+from benchmarks.common import QUICK, WORKERS, Row, arguments, at_most, begin, finish, median_ratio, say
 from benchmarks.pipeline_model import COMPUTE, ENV, MICRO_BATCHES
 from benchmarks.turns import Side, Start
 
@@ -68,17 +68,10 @@ def measure(case: str, ready: Mapping[str, Side], variants: Sequence[Variant], r
     """Rows of one pipeline: ``rounds`` rounds of blocks on each job."""
     for side in ready.values():
         side.ask({"run": 3})  # shapes become known, allocators warm up
-    steps: dict[str, list[list[float]]] = {name: [] for name in ready}
-    logged = dict.fromkeys(ready, 0.0)
-    cpu_s: dict[str, list[float]] = {name: [] for name in ready}
-    order = list(ready)
-    for _ in range(rounds):
-        for name in order:
-            answers = ready[name].ask({"run": STEPS})
-            steps[name].append(answers[0]["steps"])  # the first stage ends a step last
-            cpu_s[name].append(sum(answer["cpu_s"] for answer in answers))
-            logged[name] += sum(answer["logged"] for answer in answers)
-        order.reverse()
+    done = turns.in_turns(ready, rounds, {"run": STEPS})
+    steps = {name: [block[0]["steps"] for block in each] for name, each in done.items()}  # the first stage ends last
+    logged = {name: sum(a["logged"] for block in each for a in block) for name, each in done.items()}
+    cpu_s = {name: [sum(a["cpu_s"] for a in block) for block in each] for name, each in done.items()}
     medians = {name: statistics.median(step for block in blocks for step in block) for name, blocks in steps.items()}
     rows = [Row(case, f"step time, {name}", 1e3 * medians[name], "ms") for name in ready]
     plain = ready[PLAIN].ask({"memory": True})
@@ -87,14 +80,12 @@ def measure(case: str, ready: Mapping[str, Side], variants: Sequence[Variant], r
         pairs = zip(steps[name], steps[PLAIN], strict=True)
         ratios = sorted(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)
         value, metric = statistics.median(ratios), f"step time, {name} / {PLAIN}"
-        rows.append(
-            at_most(case, metric, value, "ratio", variant.target) if judged else Row(case, metric, value, "ratio")
-        )
+        rows.append(at_most(case, metric, value, "ratio", variant.target if judged else None))
         if len(ratios) >= 4:
             low, _, high = statistics.quantiles(ratios, n=4)
             rows.append(Row(case, f"half of the rounds within, {name}", (high - low) / 2, "+-"))
         say(f"{case}: {name} / {PLAIN} {value:.3f}")
-        used = statistics.median(a / b for a, b in zip(cpu_s[name], cpu_s[PLAIN], strict=True))
+        used = median_ratio(cpu_s[name], cpu_s[PLAIN])
         rows.append(Row(case, f"processor time of all workers, {name} / {PLAIN}", used, "ratio"))
         answers = ready[name].ask({"memory": True})
         rows.append(Row(case, f"logged in a step by all ranks, {name}", logged[name] / (rounds * STEPS) / 1e6, "MB"))

@@ -324,11 +324,8 @@ def rows_of(outcome: Outcome) -> list[Row]:
             values = [value for value in (getattr(kill, name) for kill in kills) if value is not None]
             return statistics.median(values) if values else None
 
-        delayed = median("delay_s")
-        if case.way == "replica":
-            rows.append(at_most(case.name, f"{who}: delay", delayed, "s", REPLICA_TARGET_S))
-        else:
-            rows.append(Row(case.name, f"{who}: delay", delayed, "s"))
+        target = REPLICA_TARGET_S if case.way == "replica" else None
+        rows.append(at_most(case.name, f"{who}: delay", median("delay_s"), "s", target))
         rows.append(Row(case.name, f"{who}: stall until the next step", median("stall_s"), "s"))
         rows.append(Row(case.name, f"{who}: step regained", median("regained_s"), "s"))
         rows.append(Row(case.name, f"{who}: user's start-up with imports", median("user_s"), "s"))

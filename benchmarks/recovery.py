@@ -378,10 +378,7 @@ def rows_of(outcome: Outcome, best_other: float | None, shard: float | None = No
     stalls = [kill.stall_s for kill in kills]
     median = statistics.median(stalls)
     rows = [Row(name, "kills", len(kills), "")]
-    if judged:
-        rows.append(at_most(name, "stall, median", median, "s", STALL_TARGET_S))
-    else:
-        rows.append(Row(name, "stall, median", median, "s"))
+    rows.append(at_most(name, "stall, median", median, "s", STALL_TARGET_S if judged else None))
     rows.append(Row(name, "stall, maximum", max(stalls), "s"))
     if shard is not None:
         rows.append(
@@ -396,9 +393,7 @@ def rows_of(outcome: Outcome, best_other: float | None, shard: float | None = No
     if judged:
         factor = None if best_other is None else best_other / median
         metric = "stall, how many times shorter than the best other"
-        rows.append(
-            Row(name, metric, None, "times") if factor is None else at_least(name, metric, factor, "times", 8.0)
-        )
+        rows.append(at_least(name, metric, factor, "times", None if factor is None else FACTOR_TARGET))
     rows.append(Row(name, "step regained, median", statistics.median(kill.regained_s for kill in kills), "s"))
     rows.append(Row(name, "step regained, maximum", max(kill.regained_s for kill in kills), "s"))
     rows.append(Row(name, "user's start-up code", statistics.median(kill.user_s for kill in kills), "s"))
@@ -407,18 +402,15 @@ def rows_of(outcome: Outcome, best_other: float | None, shard: float | None = No
         ready = [1e3 * kill.ready_s for kill in kills if kill.ready_s is not None]
         slowest = max(ready) if len(ready) == len(kills) else None
         rows.append(Row(name, "survivors ready, median", statistics.median(ready) if ready else None, "ms"))
-        if in_place and outcome.system.usual and outcome.system.machines == 1:
-            rows.append(at_most(name, "survivors ready, maximum", slowest, "ms", READY_TARGET_MS))
-        else:
-            rows.append(Row(name, "survivors ready, maximum", slowest, "ms"))
+        usual = in_place and outcome.system.usual and outcome.system.machines == 1
+        rows.append(at_most(name, "survivors ready, maximum", slowest, "ms", READY_TARGET_MS if usual else None))
     recomputed = max(kill.recomputed for kill in kills)
     mean = statistics.mean(kill.recomputed for kill in kills)
     if in_place:
         rows.append(at_most(name, "steps recomputed, maximum", recomputed, "steps", 0))
-        rows.append(at_most(name, "samples lost", outcome.lost_samples, "samples", 0))
     else:
         rows.append(Row(name, "steps recomputed, mean", mean, "steps"))
-        rows.append(Row(name, "samples lost", outcome.lost_samples, "samples"))
+    rows.append(at_most(name, "samples lost", outcome.lost_samples, "samples", 0 if in_place else None))
     grown = [kill.growth_s for kill in kills if kill.growth_s is not None]
     if grown:
         rows.append(Row(name, "growth, median", statistics.median(grown), "s"))

@@ -82,5 +82,5 @@ def rows(size: int) -> list[Row]:
     for copied in (False, True) if len(sizes) > 1 else ():
         ratio = stops[sizes[-1], copied] / stops[sizes[0], copied]
         name, metric = "copied" if copied else "standing still", f"stop at re-join, {sizes[-1]} M / {sizes[0]} M"
-        found.append(at_most(name, metric, ratio, "ratio", TARGET) if copied else Row(name, metric, ratio, "ratio"))
+        found.append(at_most(name, metric, ratio, "ratio", TARGET if copied else None))
     return found

@@ -316,20 +316,12 @@ def rows_of(outcome: Outcome) -> list[Row]:
         metric = "first re-routed after the kill"
         # An action under way is finished first; in long slots that alone takes up to 0.2 s.
         judged = COMPUTE[case.compute].slot_s == COMPUTE["halves"].slot_s
-        rows.append(
-            at_most(name, metric, phase.first_s, "s", FIRST_TARGET_S)
-            if judged
-            else Row(name, metric, phase.first_s, "s")
-        )
+        rows.append(at_most(name, metric, phase.first_s, "s", FIRST_TARGET_S if judged else None))
         rows.append(Row(name, "extra of that step", phase.extra_s, "s"))
         rows.append(Row(name, "extra of that step, predicted", phase.predicted_s, "s"))
         if phase.extra_s is not None and phase.predicted_s:
             off = abs(phase.extra_s / phase.predicted_s - 1)
-            rows.append(
-                at_most(name, "extra, deviation", off, "of the prediction", EXTRA_TARGET)
-                if emulated
-                else Row(name, "extra, deviation", off, "of the prediction")
-            )
+            rows.append(at_most(name, "extra, deviation", off, "of the prediction", EXTRA_TARGET if emulated else None))
     return rows
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import rejoin, turns
-from benchmarks.common import QUICK, Row, arguments, begin, finish, say
+from benchmarks.common import QUICK, Row, arguments, begin, finish, median_ratio, say
 from benchmarks.overhead import NAMES
 from benchmarks.turns import Side, Start
 
@@ -38,18 +38,13 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int) -> li
     """Rows of one case: ``rounds`` rounds of ``steps`` steps on each."""
     for side in ready.values():
         side.step_time(max(3, steps))
-    times: dict[str, list[float]] = {system: [] for system in ready}
-    order = list(ready)
-    for _ in range(rounds):
-        for system in order:
-            times[system].append(ready[system].step_time(steps))
-        order.reverse()
+    answers = turns.in_turns(ready, rounds, {"run": steps})
+    times = {s: [max(a["seconds"] for a in block) / steps for block in each] for s, each in answers.items()}
     name = NAMES[case]
     rows = [Row(name, f"step time, {system}", 1e3 * statistics.median(times[system]), "ms") for system in ready]
     for system in ready:
         if system != "gloo":
-            pairs = zip(times[system], times["gloo"], strict=True)
-            ratio = statistics.median(ours / plain for ours, plain in pairs)
+            ratio = median_ratio(times[system], times["gloo"])
             rows.append(Row(name, f"step time, {system} / gloo", ratio, "ratio"))
             say(f"{name}: {rows[-1].metric} {ratio:.3f}")
     return rows

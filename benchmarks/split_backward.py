@@ -132,9 +132,7 @@ def measure(case: str, rounds: int) -> list[Row]:
         said = "torch's " if "torch" in name else ""
         rows += [Row(case, f"{said}{part}", 1e3 * t, "ms") for part, t in zip("IW", medians[name], strict=True)]
         share = f"{name} to B"
-        rows.append(
-            at_most(case, share, ratios[name], "", TARGET_RATIO) if not said else Row(case, share, ratios[name], "")
-        )
+        rows.append(at_most(case, share, ratios[name], "", None if said else TARGET_RATIO))
     held = {}
     for name, way in WAYS.items():
         with Alive([x, grad, *stage.parameters()]) as alive:

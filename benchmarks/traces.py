@@ -149,7 +149,7 @@ def deviation(case: str, what: str, value: float, published: float, judged: bool
     """How far a simulated average is from a published one; the sign is in the metric."""
     percent = 100 * (value / published - 1)
     metric = f"deviation, {what} ({'above' if percent > 0 else 'below'})"
-    return at_most(case, metric, abs(percent), "%", TARGET_PERCENT) if judged else Row(case, metric, abs(percent), "%")
+    return at_most(case, metric, abs(percent), "%", TARGET_PERCENT if judged else None)
 
 
 def sensitivity_rows(model: Model) -> list[Row]:

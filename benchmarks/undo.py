@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.common import QUICK, Row, arguments, at_least, begin, finish, say, scratch
+from benchmarks.common import QUICK, Row, arguments, at_least, begin, finish, median_ratio, say, scratch
 from benchmarks.undo_residuals import residual_rows
 from shared_core.worker.state.undo import Undo
 from tests.support.digest import digest, optimizer_digest_data
@@ -130,7 +130,7 @@ def measure(name: str, path: str, million: int, rounds: int, refetch_gbs: float)
             exact = digest([params, optimizer_digest_data(optimizer)]) == before
 
     def ratio(way: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[way], times["step"], strict=True))
+        return median_ratio(times[way], times["step"])
 
     optimizer.step()
     held = undo.nbytes

@@ -59,7 +59,7 @@ def found(runs: Sequence[Run], name: str, case: str, metric: str) -> list[tuple[
 
 def _shown(rows: Sequence[Run], form: str) -> str:
     if form == "target":
-        row = min((row for row in rows if row["target"] is not None), key=lambda row: bool(row["holds"]))
+        row = min((row for row in rows if row["holds"] is not None), key=lambda row: bool(row["holds"]))
         unit = "" if row["unit"] in _BARE else f" {row['unit']}"
         return f"{row['target']:g}{unit}{'' if row['holds'] else ': missed'}"
     value = max(row["value"] for row in rows)
