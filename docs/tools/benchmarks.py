@@ -70,7 +70,7 @@ def _of(run: Run) -> str:
     if not run["machine"]:
         return str(run["note"])
     machine, load = run["machine"], run["load"]
-    return f"{machine['cores']} cores, torch {machine['torch']}, load {load[0]}{': busy' if load[0] > BUSY else ''}"
+    return f"{machine['cores']} cores, load {load[0]}{': busy' if load[0] > BUSY else ''}"
 
 
 def tables(text: str, runs: Sequence[Run]) -> str:
