@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Else each of the many processes of a test run compiles the packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test nightly matrix lint format docs dist soak bench clean
+.PHONY: help setup demo test nightly matrix lint format docs dist soak bench bench-docs clean
 
 help:
 	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
@@ -24,7 +24,8 @@ help:
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
 	@echo "make dist    source distribution and wheel, checked: a job runs from the wheel, in a new environment, and loses a worker"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2, HSDP, ZeRO-3, and with bits that flip"
-	@echo "make bench   all benchmarks; results in runs/bench/"
+	@echo "make bench   all benchmarks, five minutes each at most; rows in runs/bench/; SIZE=--quick, SIZE=--full"
+	@echo "make bench-docs  the tables in docs/benchmarks.md, with the rows in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
 
 setup: $(STAMP)
@@ -95,30 +96,20 @@ soak: $(STAMP)
 	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model zero3
 	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model corrupted
 
+BENCHMARKS := overhead recovery recovery_curves drain scale forming startup copies undo pipeline_overhead reroute_ddp \
+  pipeline_recovery logging_tradeoff traces total_time checkpoint_policy planner reroute checkpoint_stall split_backward
+# Empty, --quick or --full.
+SIZE ?=
+
 # A missed target does not keep the others from being measured.
 .IGNORE: bench
 bench: $(STAMP)
-	@mkdir -p runs/bench
-	$(PY) -m benchmarks.overhead --json runs/bench/overhead.json
-	$(PY) -m benchmarks.recovery --json runs/bench/recovery.json
-	$(PY) -m benchmarks.recovery_curves --json runs/bench/recovery_curves.json
-	$(PY) -m benchmarks.scale --json runs/bench/scale.json
-	$(PY) -m benchmarks.forming --json runs/bench/forming.json
-	$(PY) -m benchmarks.startup --json runs/bench/startup.json
-	$(PY) -m benchmarks.copies --json runs/bench/copies.json
-	$(PY) -m benchmarks.undo --json runs/bench/undo.json
-	$(PY) -m benchmarks.pipeline_overhead --json runs/bench/pipeline_overhead.json
-	$(PY) -m benchmarks.reroute_ddp --json runs/bench/reroute_ddp.json
-	$(PY) -m benchmarks.pipeline_recovery --json runs/bench/pipeline_recovery.json
-	$(PY) -m benchmarks.logging_tradeoff --measure --json runs/bench/logging_tradeoff.json
-	$(PY) -m benchmarks.traces --json runs/bench/traces.json
-	$(PY) -m benchmarks.total_time --json runs/bench/total_time.json
-	$(PY) -m benchmarks.total_time --simulated --json runs/bench/total_time_simulated.json
-	$(PY) -m benchmarks.checkpoint_policy --json runs/bench/checkpoint_policy.json
-	$(PY) -m benchmarks.planner --json runs/bench/planner.json
-	$(PY) -m benchmarks.reroute --json runs/bench/reroute.json
-	$(PY) -m benchmarks.checkpoint_stall --json runs/bench/checkpoint_stall.json
+	for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name $(SIZE) --json runs/bench/$$name.json; done
+	$(PY) -m benchmarks.total_time --simulated $(SIZE) --json runs/bench/total_time_simulated.json
 	$(PY) -m benchmarks.plot runs/bench/*.json --to runs/bench
+
+bench-docs: $(STAMP)
+	$(PY) -m docs.tools.benchmarks $(wildcard runs/bench/*.json)
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks.NAME --json FILE [--quick]`` prints a table and writes rows of one form."""
+"""Benchmarks: ``python -m benchmarks.NAME [--quick | --full] [--json FILE]`` prints a table and writes its rows."""

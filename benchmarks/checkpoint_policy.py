@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Row, arguments, at_most, finish, say
+from benchmarks.common import QUICK, Row, arguments, at_most, begin, finish, say
 from benchmarks.equal_progress import EqualProgress, best_fall
 from benchmarks.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
 from benchmarks.simulate.placing import Array, Clock, Knowledge, Recorded, SimulatedJob, exponential_of, places
@@ -382,15 +382,20 @@ def estimated(models: Sequence[Model], count: int, trials: int) -> Iterator[Row]
             )
 
 
+#: Simulated lives of a cell, by size of the run.
+LIVES = (1000, 1000, 4000)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if ``value`` is above the best other policy by more than chance."""
     parser = arguments("checkpoint_policy", __doc__ or "")
     parser.add_argument("--all", action="store_true", help="rows of every policy in every cell")
-    parser.add_argument("--lives", metavar="N", type=int, help="simulated lives of a cell (4000; 1000 with --quick)")
+    parser.add_argument("--lives", metavar="N", type=int, help="simulated lives of a cell")
     parser.add_argument("--only", choices=("cells", "estimated"), help="known parameters, or estimated ones")
-    options = parser.parse_args(argv)
-    count = options.lives or (1000 if options.quick else 4000)
-    models, mtbfs_h = (MODELS[-1:], MTBFS_H[1:2]) if options.quick else (MODELS, MTBFS_H)
+    options = begin(parser, argv)
+    quick = options.size == QUICK
+    count = options.lives or LIVES[options.size]
+    models, mtbfs_h = (MODELS[-1:], MTBFS_H[1:2]) if quick else (MODELS, MTBFS_H)
     cells = [*research_cells(), *coci_cells(models, mtbfs_h)] if options.only != "estimated" else []
     rows: list[Row] = []
     done: list[tuple[Cell, dict[str, RunOutcomes]]] = []
@@ -410,9 +415,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows += against_young(mode, ends, group)
         rows.append(Row(mode, "published: coci against Young, overhead", published, "%"))
     if options.only != "cells":
-        rows += estimated(models[-1:] if options.quick else (models[0], models[-1]), count, 1 if options.quick else 8)
+        rows += estimated(models[-1:] if quick else (models[0], models[-1]), count, (1, 2, 8)[options.size])
     assert all(row.value is None or math.isfinite(row.value) for row in rows)
-    status = finish(rows, options.json)
+    status = finish(rows, options)
     if done:
         print("\nWhat each policy loses, over the best of them, mean over models and MTBFs:\n")
         print(summary(done))

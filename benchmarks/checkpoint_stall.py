@@ -25,11 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.common import ROOT, Row, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import ROOT, Row, arguments, at_most, begin, finish, say, scratch
 from shared_core.checkpoint.spool import FOLDER, Spool, Target, available_memory
 
 #: parameters in millions: (width, matrices, rows of a batch)
 SIZES = {10: (1024, 10, 64), 50: (2048, 12, 64), 100: (2048, 24, 64), 200: (4096, 12, 64), 500: (4096, 30, 64)}
+#: By size of the run: which are measured; saves, and steps without one between two.
+DEFAULT = ("10", "10,50", "10,100,500")
+SAVES = ((2, 4), (3, 4), (4, 6))
 #: Bytes of memory a parameter takes at most: itself, gradient, two moments; the copies of those and of the parameter.
 BYTES = 28
 SYNCHRONOUS = ("ModelCheckpoint", "Accelerate save_state", "DCP")
@@ -401,28 +404,26 @@ def rows_of(million: int, saves: int, plain: int, parent: Path) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = arguments("checkpoint_stall", __doc__ or "")
-    parser.add_argument("--sizes", help="millions of parameters, with commas", default="10,100,500")
+    parser.add_argument("--sizes", help="millions of parameters, with commas; default, by size: " + "; ".join(DEFAULT))
     parser.add_argument("--folder", type=Path, help="where to save; default: the folder of temporary files")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--saves", type=int, help="saves of each system; the first is reported apart")
     parser.add_argument("--plain", type=int, help="steps without a save between two")
-    options = parser.parse_args(argv)
+    options = begin(parser, argv)
     if options.worker:
         system, million, folder = options.worker
         options.system, options.million, options.folder = system, int(million), Path(folder)
         return worker(options)
-    leave_nothing()
     rows: list[Row] = []
-    sizes = [10] if options.quick else [int(size) for size in options.sizes.split(",")]
+    sizes = [int(size) for size in (options.sizes or DEFAULT[options.size]).split(",")]
     with scratch() as folder:
         for million in sizes:
             if million * 1e6 * BYTES > available_memory():
                 say(f"{million} M parameters do not fit into {available_memory() / 1e9:.0f} GB of memory: left out")
                 continue
-            saves, plain = (2, 4) if options.quick else (4, 6) if million < 200 else (3, 4)
-            saves, plain = options.saves or saves, options.plain or plain
-            rows += rows_of(million, saves, plain, options.folder or folder)
-    return finish(rows, options.json)
+            saves, plain = SAVES[options.size]
+            rows += rows_of(million, options.saves or saves, options.plain or plain, options.folder or folder)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

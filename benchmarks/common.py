@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
+import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,14 +52,21 @@ class Row:
     holds: bool | None = None
 
 
-def at_most(case: str, metric: str, value: float | None, unit: str, target: float) -> Row:
-    """A row whose value must not exceed ``target``."""
-    return Row(case, metric, value, unit, target, value is not None and value <= target)
+def at_most(case: str, metric: str, value: float | None, unit: str, target: float | None) -> Row:
+    """A row whose value must not exceed ``target``, if there is one."""
+    holds = None if target is None else value is not None and value <= target
+    return Row(case, metric, value, unit, target, holds)
 
 
-def at_least(case: str, metric: str, value: float | None, unit: str, target: float) -> Row:
-    """A row whose value must reach ``target``."""
-    return Row(case, metric, value, unit, target, value is not None and value >= target)
+def at_least(case: str, metric: str, value: float | None, unit: str, target: float | None) -> Row:
+    """A row whose value must reach ``target``, if there is one."""
+    holds = None if target is None else value is not None and value >= target
+    return Row(case, metric, value, unit, target, holds)
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of what was measured in the same rounds."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -72,27 +83,60 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(text)
 
 
+#: Sizes of a run: a case is run by all that are at least its own, and what differs by size is a tuple of three.
+QUICK, USUAL, FULL = range(3)
+
+
 def arguments(name: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark takes: ``json`` (a path or ``None``) and ``quick``."""
+    """A parser with the options that every benchmark takes: ``json`` (a path or ``None``) and ``size``."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.set_defaults(size=USUAL)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions and cases: under a minute")
+    for option, size, what in (
+        ("--quick", QUICK, "fewer repetitions and cases: about a minute"),
+        ("--full", FULL, "all repetitions and cases; without it five minutes at most, on two cores"),
+    ):
+        parser.add_argument(option, dest="size", action="store_const", const=size, help=what)
     return parser
 
 
-def leave_nothing() -> None:
-    """Let SIGTERM end this program like an exception, so that the jobs it has started are ended too."""
+def begin(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, with the command and the load before it. SIGTERM then ends this program like an exception, so that
+    the jobs it has started are ended too.
+    """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    argv = list(sys.argv[1:] if argv is None else argv)
+    at = argv.index("--json") if "--json" in argv else len(argv)
+    command = shlex.join([parser.prog.rpartition(".")[2], *argv[:at], *argv[at + 2 :]])
+    return parser.parse_args(argv, argparse.Namespace(command=command, load=os.getloadavg()[0]))
 
 
-def finish(rows: Sequence[Row], path: Path | None) -> int:
-    """Print the table, write ``path`` if given; the exit status is 0 unless a target was missed."""
+def machine() -> dict[str, str | int]:
+    """What rows depend on; memory in GB."""
+    cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), ":")
+    return {
+        "processor": cpu.partition(":")[2].strip() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+    }
+
+
+def finish(rows: Sequence[Row], options: argparse.Namespace) -> int:
+    """Print the table, and write it where ``options`` of :func:`begin` say so; the exit status is 0 unless a target was
+    missed.
+    """
     print()
     print(table(rows), flush=True)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-        print(f"\nwritten to {path}")
+    if options.json is not None:
+        git = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=8"]
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        run = {"command": options.command, "commit": commit, "date": time.strftime("%Y-%m-%d")}
+        run |= {"machine": machine(), "load": [round(load, 1) for load in (options.load, os.getloadavg()[0])]}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(run | {"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+        print(f"\nwritten to {options.json}")
     missed = [row for row in rows if row.holds is False]
     for row in missed:
         print(f"target missed: {row.case}, {row.metric}")
@@ -269,6 +313,15 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.file = connection.makefile("rwb")
+
+    @classmethod
+    def of_worker(cls, address: str, system: str) -> Line:
+        """A worker's to its benchmark, which hears who it is (:mod:`benchmarks.turns`)."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        line = cls(connection)
+        line.send({"system": system, "rank": int(os.environ["RANK"])})
+        return line
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message."""

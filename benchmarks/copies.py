@@ -15,7 +15,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.common import ROOT, Row, arguments, finish, leave_nothing, say
+from benchmarks.common import QUICK, ROOT, Row, arguments, begin, finish, say
 from shared_core.system import secret
 from shared_core.worker.state.publications import Mirror
 
@@ -78,10 +78,9 @@ def measure(folder: Path, quick: bool) -> list[Row]:
 
 def main() -> int:
     """Run it; the exit status is 0."""
-    options = arguments("copies", __doc__ or "").parse_args()
-    leave_nothing()
+    options = begin(arguments("copies", __doc__ or ""))
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as folder:
-        return finish(measure(Path(folder), options.quick), options.json)
+        return finish(measure(Path(folder), options.size == QUICK), options)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,19 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Row, arguments, at_most, finish, leave_nothing, say, scratch
-from benchmarks.recovery_traces import Traces
+from benchmarks.common import FULL, QUICK, Row, Workers, arguments, at_most, begin, finish, say, scratch
+from benchmarks.recovery_traces import Job, settled
 from shared_core.cli.watch import ask
-from shared_core.events import read_events
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
 #: Millions of parameters, by layers and width of the model.
 SIZES: dict[int, tuple[int, int]] = {1: (4, 512), 10: (10, 1024), 50: (12, 2048)}
-TARGET_S, MAX_WAIT_S = 0.05, 300.0
+TARGET_S = 0.05
 #: Steps before and after what happens.
 STEPS = 8
 
@@ -44,53 +41,23 @@ WAYS = (Way("killed, warm standby", False, 0), Way("killed, hot standby", False,
 )
 
 
-class _Job:
-    def __init__(self, out: Path, size: tuple[int, int], way: Way) -> None:
-        out.mkdir()
-        self.out = out
-        command = [sys.executable, "-m", "shared_core.cli.swiftrun", "--nproc-per-node=2"]
-        command += [f"--prepared={way.prepared}", f"--events={out / 'events.jsonl'}", str(SCRIPT), "--system=swift"]
-        command += [f"--out={out}", f"--layers={size[0]}", f"--width={size[1]}"]
-        with (out / "log.txt").open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        self.traces = Traces(out, 2)
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + MAX_WAIT_S
-        while not done():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError((self.out / "log.txt").read_text())
-            time.sleep(0.02)
-            self.traces.refresh()
-
-    def steps(self, rank: int = 0) -> int:
-        return len(self.traces.steps(rank))
-
-    def stop_s(self, way: Way) -> float:
-        """Have the second worker go; returns the stop of the first."""
-        self.wait(lambda: self.steps() >= STEPS and self.steps(1) >= STEPS)
-        [start] = [event for event in read_events(self.out / "events.jsonl") if event.kind == "start"]
-        if way.prepared:
-            self.wait(lambda: any(event.kind == "prepared" for event in read_events(self.out / "events.jsonl")))
-        before, at = self.steps(), time.time()
-        if way.leaves:
-            ask(Path(start.fields["job_dir"]), "1")
-        else:
-            os.kill(start.fields["pids"]["1"], signal.SIGKILL)
-        self.wait(lambda: "is back after" in (self.out / "log.txt").read_text())
-        self.wait(lambda: self.steps() >= before + STEPS)
-        times = [float(line["time"]) for line in self.traces.steps(0)]
-        pairs = list(zip(times, times[1:], strict=False))
-        usual = statistics.median(end - begin for begin, end in pairs)
-        return max(end - begin for begin, end in pairs if end > at) - usual
-
-    def end(self) -> None:
-        (self.out / "stop").write_text("1")
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
-            self.process.wait()
+def stop_s(job: Job, way: Way) -> float:
+    """Have the second worker go; returns the stop of the first."""
+    job.when(lambda: settled(job.traces, STEPS))
+    if way.prepared:
+        job.when(lambda: len(job.events("prepared")) > 0)
+    [start] = job.events("start")
+    before, at = len(job.traces.steps(0)), time.time()
+    if way.leaves:
+        ask(Path(start.fields["job_dir"]), "1")
+    else:
+        os.kill(start.fields["pids"]["1"], signal.SIGKILL)
+    job.when(lambda: "is back after" in job.workers.log.read_text())
+    job.when(lambda: len(job.traces.steps(0)) >= before + STEPS)
+    times = list(job.ends().values())
+    pairs = list(zip(times, times[1:], strict=False))
+    usual = statistics.median(end - begin for begin, end in pairs)
+    return max(end - begin for begin, end in pairs if end > at) - usual
 
 
 def measure(folder: Path, sizes: tuple[int, ...], rounds: int) -> list[Row]:
@@ -99,24 +66,24 @@ def measure(folder: Path, sizes: tuple[int, ...], rounds: int) -> list[Row]:
         for way in WAYS:
             stops = []
             for number in range(rounds):
-                job = _Job(folder / f"{million}-{way.name}-{number}".replace(" ", "-"), SIZES[million], way)
-                try:
-                    stops.append(job.stop_s(way))
-                finally:
-                    job.end()
+                out = folder / f"{million}-{way.name}-{number}".replace(" ", "-")
+                out.mkdir()
+                layers, width = SIZES[million]
+                args = ["--system=swift", f"--out={out}", f"--layers={layers}", f"--width={width}"]
+                with Workers("swift", SCRIPT, args, out, nproc=2, options=[f"--prepared={way.prepared}"]) as workers:
+                    stops.append(stop_s(Job(workers, pause_s=0.02), way))
                 say(f"{million} M, {way.name}: {stops[-1]:.3f} s")
             case, stop = f"{million} M parameters, {way.name}", statistics.median(stops)
             aimed = way.leaves and bool(way.prepared) and million == 50
-            rows.append(at_most(case, "stop", stop, "s", TARGET_S) if aimed else Row(case, "stop", stop, "s"))
+            rows.append(at_most(case, "stop", stop, "s", TARGET_S if aimed else None))
     return rows
 
 
 def main() -> int:
-    leave_nothing()
-    options = arguments("drain", str(__doc__)).parse_args()
+    options = begin(arguments("drain", str(__doc__)))
     with scratch() as folder:
-        rows = measure(folder, (1,) if options.quick else tuple(SIZES), 1 if options.quick else 3)
-    return finish(rows, options.json)
+        rows = measure(folder, (1,) if options.size == QUICK else tuple(SIZES), 3 if options.size == FULL else 1)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Row, arguments, finish, leave_nothing, say
+from benchmarks.common import QUICK, Row, arguments, begin, finish, say
 from shared_core.errors import SwiftError
 from shared_core.system import process
 from shared_core.worker.comm.gloo import InnerGroup
 
-SIZES, QUICK = (2, 4, 8, 32), (4,)
+SIZES = (2, 4, 8, 32)
 ROUNDS = 10
 #: Seconds from the kill until the others are told.
 TOLD_S = 0.05
@@ -171,11 +171,10 @@ def measure(way: str, size: int) -> list[Row]:
 
 def main() -> int:
     parser = arguments("forming", __doc__.splitlines()[0])
-    args = parser.parse_args()
-    leave_nothing()
+    options = begin(parser)
     ways = [way for way in WAYS if way == "own connections" or hasattr(dist, "_reconfigure")]
-    rows = [row for size in (QUICK if args.quick else SIZES) for way in ways for row in measure(way, size)]
-    return finish(rows, args.json)
+    rows = [row for size in SIZES[: 2 if options.size == QUICK else None] for way in ways for row in measure(way, size)]
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

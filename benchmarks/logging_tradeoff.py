@@ -10,7 +10,7 @@ Everything is computed from published inputs, in two ways:
 Published recovery times are Swift's, on 16 machines with 8 GPUs. They are not judged: they contain what is not
 published (see the list at the end of the output), and are of one failed rank.
 
-With ``--measure`` a small pipeline of this product with emulated compute runs with several groupings; each of its
+But with ``--quick`` a small pipeline of this product with emulated compute runs with several groupings; each of its
 stages fails once, as each machine is equally likely to fail.
 """
 
@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from benchmarks.common import Row, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import QUICK, Row, arguments, at_most, begin, finish, say, scratch
 from benchmarks.lab.plan_logging import format_groups
 from benchmarks.swift_published import (
     BERT,
@@ -147,18 +147,15 @@ def measured_rows(stages: int, groupings: Sequence[str], every: int, since: int)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a greedy plan is better than the exact one."""
     parser = arguments("logging_tradeoff", "Recovery time against storage of logs, for the pipelines of Swift's paper.")
-    parser.add_argument("--measure", action="store_true", help="also on a small pipeline: some minutes")
-    options = parser.parse_args(argv)  # the computed part takes no time: --quick is the same
-    leave_nothing()
+    options = begin(parser, argv)
     vit = sorted({*VIT.recovery_s, *VIT.ran}, reverse=True)
     rows = [row for budget in vit for row in swift_rows(budget)]
     for model, budgets in ((VIT, vit), (BERT, list(BERT.recovery_s))):
         rows.append(Row(model.name, f"{REPLAYED_STEPS} normal steps", REPLAYED_STEPS * model.step_s, "s"))
         rows += [row for budget in budgets for row in bound_rows(model, budget)]
-    if options.measure:
-        groupings = ("worker", "0-1") if options.quick else ("worker", "0-1,2-3", "0-3")
-        rows += measured_rows(2 if options.quick else 4, groupings, 4, 2)
-    status = finish(rows, options.json)
+    if options.size > QUICK:
+        rows += measured_rows(4, ("worker", "0-1,2-3", "0-3"), 4, 2)
+    status = finish(rows, options)
     print("\nNot computed:")
     for text in NOT_COMPUTED:
         print(f"- {text}")

@@ -15,14 +15,17 @@ from pathlib import Path
 
 from benchmarks import turns
 from benchmarks.common import (
+    FULL,
+    QUICK,
     WORKERS,
     Row,
     arguments,
     at_most,
+    begin,
     finish,
     has_torchft,
-    leave_nothing,
     lighthouse,
+    median_ratio,
     say,
 )
 from benchmarks.overhead_parts import PARTS
@@ -31,17 +34,17 @@ from benchmarks.turns import Side, Start
 from shared_core.config import variable_of
 
 SCRIPT = Path(__file__).with_name("overhead_worker.py")
-#: Steps in a block, rounds, and rounds with --quick; None leaves the case out there.
-CASES: dict[str, tuple[int, int, int | None]] = {
-    "gpt2": (4, 30, 5),
-    "mlp": (30, 40, 8),
-    "1M": (30, 20, None),
-    "10M": (4, 16, 3),
-    "50M": (1, 12, None),
-    "fsdp2-10M": (2, 12, None),
-    "fsdp2-50M": (1, 10, None),
-    "zero3-10M": (2, 12, None),
-    "zero3-50M": (1, 10, None),
+#: Steps in a block, and rounds by size of the run; 0 leaves the case out, unless it is asked for.
+CASES: dict[str, tuple[int, tuple[int, int, int]]] = {
+    "gpt2": (4, (5, 15, 30)),
+    "mlp": (30, (8, 20, 40)),
+    "1M": (30, (0, 0, 20)),
+    "10M": (4, (3, 8, 16)),
+    "50M": (1, (0, 0, 12)),
+    "fsdp2-10M": (2, (0, 8, 12)),
+    "fsdp2-50M": (1, (0, 0, 10)),
+    "zero3-10M": (2, (0, 8, 12)),
+    "zero3-50M": (1, (0, 0, 10)),
 }
 NAMES = {
     "gpt2": "demo GPT-2, 1.2 M parameters",
@@ -87,43 +90,29 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int, alone
         parameters = side.ask({"build": case})[0]["parameters"]
     for side in ready.values():
         side.step_time(max(3, steps))  # DDP settles its buckets, allocators warm up
-    times: dict[str, list[float]] = {system: [] for system in ready}
-    used: dict[str, list[float]] = {system: [] for system in ready}
-    order = list(ready)
-    for _ in range(rounds):
-        for system in order:
-            answers = ready[system].ask({"run": steps})
-            times[system].append(max(answer["seconds"] for answer in answers) / steps)
-            used[system].append(sum(answer["processor"] for answer in answers))
-        order.reverse()
+    answers = turns.in_turns(ready, rounds, {"run": steps})
+    times = {s: [max(a["seconds"] for a in block) / steps for block in each] for s, each in answers.items()}
+    used = {s: [sum(a["processor"] for a in block) for block in each] for s, each in answers.items()}
     rows = [Row(name, f"step time on {system}", 1e3 * statistics.median(times[system]), "ms") for system in ready]
     for system in ready:
         if system == "gloo":
             continue
-        pairs = zip(times[system], times["gloo"], strict=True)
-        ratio = statistics.median(ours / plain for ours, plain in pairs)
-        metric = f"step time, {system} / gloo"
-        judged = system == "swift" and case in TARGETS
-        rows.append(
-            at_most(name, metric, ratio, "ratio", TARGETS[case]) if judged else Row(name, metric, ratio, "ratio")
-        )
-        processor = statistics.median(a / b for a, b in zip(used[system], used["gloo"], strict=True))
-        rows.append(Row(name, f"processor time of all workers, {system} / gloo", processor, "ratio"))
+        target = TARGETS.get(case) if system == "swift" else None
+        ratio = median_ratio(times[system], times["gloo"])
+        rows.append(at_most(name, f"step time, {system} / gloo", ratio, "ratio", target))
+        ratio = median_ratio(used[system], used["gloo"])
+        rows.append(Row(name, f"processor time of all workers, {system} / gloo", ratio, "ratio"))
     gradient = 4.0 * parameters
     plain = ready["gloo"].peak()
     for system in ready:
         if system == "gloo":
             continue
         extra = (ready[system].peak() - plain) / gradient
-        metric = f"peak memory of a worker, {system} - gloo"
-        judged = system == "swift" and case in MEMORY_TARGETS and alone
-        unit = "gradients"
-        rows.append(
-            at_most(name, metric, extra, unit, MEMORY_TARGETS[case]) if judged else Row(name, metric, extra, unit)
-        )
+        target = MEMORY_TARGETS.get(case) if system == "swift" and alone else None
+        rows.append(at_most(name, f"peak memory of a worker, {system} - gloo", extra, "gradients", target))
     for system in [each for each in ready if each.startswith(ALSO)]:
-        pairs = zip(times[system], times["swift"], strict=True)
-        rows.append(Row(name, f"step time, {system} / swift", statistics.median(a / b for a, b in pairs), "ratio"))
+        ratio = median_ratio(times[system], times["swift"])
+        rows.append(Row(name, f"step time, {system} / swift", ratio, "ratio"))
     rows.append(Row(name, "published by a worker in shared memory", ready["swift"].published() / 1e6, "MB"))
     for row in rows:
         if row.unit == "ratio":
@@ -153,29 +142,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--also", metavar="OPTION=VALUE", action="append", default=[], help="also swift with this option"
     )
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     systems = ["gloo", "swift"]
-    if has_torchft() and not options.quick:
+    if options.size == FULL and has_torchft():
         systems.append("torchft")
     systems += [f"{ALSO}{each}" for each in options.also]
-    rounds = {case: quick if options.quick else full for case, (_, full, quick) in CASES.items()}
+    rounds = {
+        case: by_size[options.size] or (by_size[FULL] if options.only else 0) for case, (_, by_size) in CASES.items()
+    }
     chosen = [case for case in options.only or CASES if rounds[case]]
-    if not chosen:
-        parser.error(f"--quick leaves {', '.join(options.only)} out")
     rows: list[Row] = []
     # Together with --quick, because starting takes longest; apart otherwise, so that no case sees another's memory.
-    for batch in [chosen] if options.quick else [[case] for case in chosen]:
+    for batch in [chosen] if options.size == QUICK else [[case] for case in chosen]:
         # The other two are for DistributedDataParallel.
         able = systems if batch[0] not in SHARDED else ["gloo", "swift"]
         say(f"starting {' and '.join(able)} for {', '.join(batch)}")
         with sides(able) as ready:
             for case in batch:
                 say(f"{NAMES[case]}: {rounds[case]} rounds of {CASES[case][0]} steps on each")
-                rows += measure(case, ready, CASES[case][0], rounds[case] or 0, alone=len(batch) == 1)
+                rows += measure(case, ready, CASES[case][0], rounds[case], alone=len(batch) == 1)
             if options.parts:
                 rows += costs(batch[-1], ready["swift"], 10 * CASES[batch[-1]][0])
-    return finish(rows, options.json)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

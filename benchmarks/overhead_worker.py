@@ -7,7 +7,6 @@ import ctypes
 import gc
 import importlib
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -157,10 +156,7 @@ def main() -> None:
         job.entries.begin()
     if options.system != "torchft":
         dist.init_process_group("gloo")
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(options.socket)
-    line = Line(connection)
-    line.send({"system": options.system, "rank": int(os.environ["RANK"])})
+    line = Line.of_worker(options.socket, options.system)
     trainer: Trainer | None = None
     parts: Parts | None = None
     before: dict[str, int] = {}

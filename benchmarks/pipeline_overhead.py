@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import turns
-from benchmarks.common import WORKERS, Row, arguments, at_most, finish, leave_nothing, say
+from benchmarks.common import QUICK, WORKERS, Row, arguments, at_most, begin, finish, median_ratio, say
 from benchmarks.pipeline_model import COMPUTE, ENV, MICRO_BATCHES
 from benchmarks.turns import Side, Start
 
@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).with_name("pipeline_overhead_worker.py")
 PLAIN = "DeepSpeed"
 TARGET, TARGET_LOGGED = 1.03, 1.05
 SLOW_DISK_BYTES_PER_S = 10e6
-#: Steps in a block; rounds by compute, and of a quick run.
-STEPS, ROUNDS, QUICK_ROUNDS = 4, {"emulated": 6, "real": 15}, 3
+#: Steps in a block; rounds by compute and size of the run.
+STEPS, ROUNDS = 4, {"emulated": (0, 5, 6), "real": (3, 8, 15)}
 _NEVER = (("SWIFT_RECOVERY_LOG_MESSAGES", "never"),)
 _EACH = (("SWIFT_RECOVERY_LOG_GROUPS", "worker"),)
 _GROUPS = (("SWIFT_RECOVERY_LOG_GROUPS", "0-1,2-3"),)
@@ -68,17 +68,10 @@ def measure(case: str, ready: Mapping[str, Side], variants: Sequence[Variant], r
     """Rows of one pipeline: ``rounds`` rounds of blocks on each job."""
     for side in ready.values():
         side.ask({"run": 3})  # shapes become known, allocators warm up
-    steps: dict[str, list[list[float]]] = {name: [] for name in ready}
-    logged = dict.fromkeys(ready, 0.0)
-    cpu_s: dict[str, list[float]] = {name: [] for name in ready}
-    order = list(ready)
-    for _ in range(rounds):
-        for name in order:
-            answers = ready[name].ask({"run": STEPS})
-            steps[name].append(answers[0]["steps"])  # the first stage ends a step last
-            cpu_s[name].append(sum(answer["cpu_s"] for answer in answers))
-            logged[name] += sum(answer["logged"] for answer in answers)
-        order.reverse()
+    done = turns.in_turns(ready, rounds, {"run": STEPS})
+    steps = {name: [block[0]["steps"] for block in each] for name, each in done.items()}  # the first stage ends last
+    logged = {name: sum(a["logged"] for block in each for a in block) for name, each in done.items()}
+    cpu_s = {name: [sum(a["cpu_s"] for a in block) for block in each] for name, each in done.items()}
     medians = {name: statistics.median(step for block in blocks for step in block) for name, blocks in steps.items()}
     rows = [Row(case, f"step time, {name}", 1e3 * medians[name], "ms") for name in ready]
     plain = ready[PLAIN].ask({"memory": True})
@@ -87,14 +80,12 @@ def measure(case: str, ready: Mapping[str, Side], variants: Sequence[Variant], r
         pairs = zip(steps[name], steps[PLAIN], strict=True)
         ratios = sorted(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)
         value, metric = statistics.median(ratios), f"step time, {name} / {PLAIN}"
-        rows.append(
-            at_most(case, metric, value, "ratio", variant.target) if judged else Row(case, metric, value, "ratio")
-        )
+        rows.append(at_most(case, metric, value, "ratio", variant.target if judged else None))
         if len(ratios) >= 4:
             low, _, high = statistics.quantiles(ratios, n=4)
             rows.append(Row(case, f"half of the rounds within, {name}", (high - low) / 2, "+-"))
         say(f"{case}: {name} / {PLAIN} {value:.3f}")
-        used = statistics.median(a / b for a, b in zip(cpu_s[name], cpu_s[PLAIN], strict=True))
+        used = median_ratio(cpu_s[name], cpu_s[PLAIN])
         rows.append(Row(case, f"processor time of all workers, {name} / {PLAIN}", used, "ratio"))
         answers = ready[name].ask({"memory": True})
         rows.append(Row(case, f"logged in a step by all ranks, {name}", logged[name] / (rounds * STEPS) / 1e6, "MB"))
@@ -132,18 +123,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("pipeline_overhead", "Step time, logs and memory of our pipeline engine against DeepSpeed's.")
     parser.add_argument("--only", choices=list(COMPUTE), help="only with this compute")
     parser.add_argument("--stages", type=int, choices=list(TOPOLOGIES), help="only with so many stages")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     rows: list[Row] = []
     for stages, variants in TOPOLOGIES.items():
         if options.stages not in (None, stages):
             continue
         for compute in COMPUTE:
-            if options.only not in (None, compute) or (options.quick and compute == "emulated"):
-                continue
-            chosen = [variant for variant in variants if variant.quick or not options.quick]
-            rows += run(compute, stages, chosen, QUICK_ROUNDS if options.quick else ROUNDS[compute])
-    return finish(rows, options.json)
+            rounds = ROUNDS[compute][options.size]
+            if options.only in (None, compute) and rounds:
+                chosen = [variant for variant in variants if variant.quick or options.size > QUICK]
+                rows += run(compute, stages, chosen, rounds)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -61,10 +59,7 @@ def main() -> None:
         import shared_core
 
         job = shared_core.current_job()
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(options.socket)
-    line = Line(connection)
-    line.send({"system": options.system, "rank": int(os.environ["RANK"])})
+    line = Line.of_worker(options.socket, options.system)
     while True:
         message = line.receive()
         if "run" in message:

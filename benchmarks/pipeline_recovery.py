@@ -18,7 +18,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,14 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Row, Workers, arguments, at_least, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import FULL, QUICK, Row, Workers, arguments, at_least, at_most, begin, finish, say, scratch
 from benchmarks.pipeline_model import ENV, MICRO_BATCHES
-from benchmarks.recovery import MAX_WAIT_S, Traces, settled, stalled_until, wait
+from benchmarks.recovery_traces import Traces, end, settled, stalled_until, wait
 from shared_core.events import read_events
 from shared_core.report import recoveries
 
 SCRIPT = Path(__file__).with_name("pipeline_recovery_worker.py")
-#: Steps between two checkpoints, and finished steps since the last one when a worker is killed.
+#: Steps between two checkpoints, and finished steps since the last one when a worker is killed; of a quick run.
 EVERY, SINCE = 6, 4
 QUICK_EVERY, QUICK_SINCE = 4, 2
 REPLICA_TARGET_S = 1.0
@@ -88,23 +87,24 @@ class Case:
         return longest
 
 
-EMULATED = (
+USUALLY = (
     Case(2, 2, "replica", ((0,), (1,), (0, 1))),
     Case(2, 2, "torchrun", ((1,),)),
     Case(4, 1, "replay", ((0,), (2,), (3,), (1, 2))),
     Case(4, 1, "shared replay", ((1,), (2,))),
+    Case(4, 2, "replica", ((0,), (2,), (3,), (1, 2))),
+)
+LONG = (
+    *USUALLY,
     Case(4, 1, "shared replay", ((3,),), groups="2-3"),
     Case(4, 1, "torchrun", ((3,),)),
-    Case(4, 2, "replica", ((0,), (2,), (3,), (1, 2))),
     Case(4, 2, "torchrun", ((3,),)),
-)
-REAL = (
     Case(2, 2, "replica", ((0,), (1,)), "real"),
     Case(2, 2, "torchrun", ((1,),), "real"),
     Case(4, 1, "replay", ((0,), (2,), (3,)), "real"),
     Case(4, 1, "torchrun", ((3,),), "real"),
 )
-QUICK = (
+FEW = (
     Case(2, 2, "replica", ((1,),)),
     Case(4, 1, "replay", ((2,),)),
     Case(4, 1, "shared replay", ((2,),)),
@@ -192,13 +192,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
                 )
         traces.refresh()
         outcome.step_s = normal_step(traces)
-        (out / "stop").write_text(str(traces.furthest() + 3))
-        try:
-            status = workers.wait(MAX_WAIT_S)
-        except subprocess.TimeoutExpired:
-            status = -1
-        if status:
-            raise RuntimeError(f"{case.name} ended with status {status}\n{workers.tail()}")
+        end(workers, traces.furthest() + 3)
     return outcome
 
 
@@ -330,11 +324,8 @@ def rows_of(outcome: Outcome) -> list[Row]:
             values = [value for value in (getattr(kill, name) for kill in kills) if value is not None]
             return statistics.median(values) if values else None
 
-        delayed = median("delay_s")
-        if case.way == "replica":
-            rows.append(at_most(case.name, f"{who}: delay", delayed, "s", REPLICA_TARGET_S))
-        else:
-            rows.append(Row(case.name, f"{who}: delay", delayed, "s"))
+        target = REPLICA_TARGET_S if case.way == "replica" else None
+        rows.append(at_most(case.name, f"{who}: delay", median("delay_s"), "s", target))
         rows.append(Row(case.name, f"{who}: stall until the next step", median("stall_s"), "s"))
         rows.append(Row(case.name, f"{who}: step regained", median("regained_s"), "s"))
         rows.append(Row(case.name, f"{who}: user's start-up with imports", median("user_s"), "s"))
@@ -384,18 +375,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
     parser = arguments("pipeline_recovery", "Delay and work done again after SIGKILL of pipeline stages.")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains this")
-    parser.add_argument("--repeats", type=int, default=3, help="kills of each kind")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    parser.add_argument("--repeats", type=int, default=3, help="kills of each kind in a full run")
+    options = begin(parser, argv)
     rows: list[Row] = []
-    every, since = (QUICK_EVERY, QUICK_SINCE) if options.quick else (EVERY, SINCE)
-    for case in QUICK if options.quick else (*EMULATED, *REAL):
+    every, since = (QUICK_EVERY, QUICK_SINCE) if options.size == QUICK else (EVERY, SINCE)
+    for case in (FEW, USUALLY, LONG)[options.size]:
         if options.only and options.only not in case.name:
             continue
         with scratch() as folder:
             say(f"{case.name}: starting {case.workers} workers")
-            rows += rows_of(run(case, 1 if options.quick else options.repeats, folder, every, since))
-    return finish(rows, options.json)
+            rows += rows_of(run(case, options.repeats if options.size == FULL else 1, folder, every, since))
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from benchmarks.common import Row, arguments, at_most, finish, say
+from benchmarks.common import QUICK, Row, arguments, at_most, begin, finish, say
 from benchmarks.lab.check import check
 from shared_core.reroute.plan_cache import PlanStore, Settings
 from shared_core.schedule.planner import IterationPlan, plan, replan
@@ -208,14 +208,15 @@ def at_a_failure() -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
-    options = arguments("planner", __doc__ or "").parse_args(argv)
-    rows = quality(1.0 if options.quick else 30.0)
-    rows += limit_rows(1.0 if options.quick else 30.0)
+    options = begin(arguments("planner", __doc__ or ""), argv)
+    limit_s = (1.0, 4.0, 30.0)[options.size]  # to look for a better plan
+    rows = quality(limit_s)
+    rows += limit_rows(limit_s)
     rows += memory_rows(HELD_SIZES)
     rows += at_a_failure()
-    rows += speed(SIZES[:2] if options.quick else SIZES)
+    rows += speed(SIZES[: 2 if options.size == QUICK else None])
     assert all(row.value is None or math.isfinite(row.value) for row in rows)
-    return finish(rows, options.json)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

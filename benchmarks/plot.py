@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", type=Path, nargs="+", metavar="FILE.json", help="what benchmarks have written (--json)")
     parser.add_argument("--to", type=Path, default=IMAGES, metavar="FOLDER", help="default: docs/images")
     options = parser.parse_args(argv)
-    rows = [row for path in options.rows for row in json.loads(path.read_text())]
+    rows = [row for path in options.rows for row in json.loads(path.read_text())["rows"]]
     pictures = {
         "stall_curves.svg": (stalls(rows), "Stall after a failure, by place in the epoch, start-up, model and workers"),
         "agreement.svg": (agreement(rows), "Time from a failure until all simulated workers may connect"),

@@ -6,14 +6,14 @@ The examples' own models, data and optimizers, in one process without a strategy
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import ROOT, arguments, say
+from benchmarks.common import ROOT, say
 
 sys.path.insert(0, str(ROOT / "examples" / "demo"))  # its scripts import each other by plain names
 
@@ -66,13 +66,11 @@ CURVES: dict[str, tuple[int, Callable[[int], Iterator[float]]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Entry point."""
-    options = arguments("record_curves", __doc__ or "").parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
     for name, (steps, record) in CURVES.items():
         torch.manual_seed(7)
-        steps = 100 if options.quick else steps
         losses = [loss for loss, _ in zip(record(steps), range(steps), strict=False)]
         lines = ["step,loss", *(f"{step},{loss:.4f}" for step, loss in enumerate(losses, 1))]
         (FOLDER / f"{name}.csv").write_text("\n".join(lines) + "\n")

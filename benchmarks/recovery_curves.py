@@ -27,14 +27,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import (
+    FULL,
+    QUICK,
     WORKERS,
     Row,
     Workers,
     arguments,
     at_most,
+    begin,
     finish,
     has_torchft,
-    leave_nothing,
     lighthouse,
     say,
     scratch,
@@ -76,7 +78,7 @@ class Point:
         batches: of each rank in the epoch; 0: some more than are trained.
         parameters: of the model.
         workers: in the job.
-        quick: also measured by ``--quick``.
+        size: of the runs that measure it, others too in larger ones.
         only_this: other systems are left out.
     """
 
@@ -89,7 +91,7 @@ class Point:
     batches: int = 0
     parameters: int = 0
     workers: int = WORKERS
-    quick: bool = False
+    size: int = FULL
     only_this: bool = False
 
     @property
@@ -102,23 +104,25 @@ class Point:
 PLACE, PLACE_LOADER = "batches before the failure, 8 samples of 1 ms each", "the same with a loader worker"
 STARTUP, SIZE, WORKERS_GROW = "seconds of start-up", "million parameters", "workers"
 POINTS = [
-    Point(PLACE, 20, 20, read_ms=1, quick=True),
-    Point(PLACE, 400, 400, read_ms=1, quick=True),
+    Point(PLACE, 20, 20, read_ms=1, size=QUICK),
+    Point(PLACE, 400, 400, read_ms=1, size=USUAL),
     Point(PLACE, 1000, 1000, read_ms=1),
     Point(PLACE, 10_000, 10_000, read_ms=1),
     Point(PLACE_LOADER, 20, 20, read_ms=1, loader_workers=1, only_this=True),
     Point(PLACE_LOADER, 1000, 1000, read_ms=1, loader_workers=1, only_this=True),
     Point(PLACE_LOADER, 10_000, 10_000, read_ms=1, loader_workers=1, only_this=True),
-    Point(STARTUP, 0, read_ms=1, quick=True),
-    Point(STARTUP, 10, read_ms=1, startup_s=10, quick=True),
-    Point(SIZE, 1, parameters=1_000_000, quick=True),
-    Point(SIZE, 10, 30, parameters=10_000_000, quick=True),
+    Point(STARTUP, 0, read_ms=1),
+    Point(STARTUP, 10, read_ms=1, startup_s=10, size=USUAL),
+    Point(SIZE, 1, parameters=1_000_000, size=QUICK),
+    Point(SIZE, 10, 30, parameters=10_000_000, size=USUAL),
     Point(SIZE, 50, 10, parameters=50_000_000),
     Point(WORKERS_GROW, 2, workers=2, only_this=True),
-    Point(WORKERS_GROW, 4, workers=4, quick=True),
-    Point(WORKERS_GROW, 8, workers=8, quick=True, only_this=True),
+    Point(WORKERS_GROW, 4, workers=4, size=QUICK),
+    Point(WORKERS_GROW, 8, workers=8, size=USUAL, only_this=True),
     Point(WORKERS_GROW, 16, workers=16),
     Point(WORKERS_GROW, 32, workers=32, only_this=True),
+    Point(WORKERS_GROW, 64, 60, workers=64, only_this=True),
+    Point(WORKERS_GROW, 128, 25, workers=128, only_this=True),
     Point("batch 200 of 10,400, samples that cost nothing, seconds of start-up", 0, batches=10_400, only_this=True),
     Point(
         "batch 10,000 of 10,400, samples of 1 ms, seconds of start-up",
@@ -281,23 +285,25 @@ def rows_of(measured: dict[tuple[str, Point], Failure]) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
     parser = arguments("recovery_curves", "How the stall grows with place, start-up, model and workers.")
-    parser.add_argument("--only", metavar="TEXT", help="only points whose name contains this")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only points whose name contains this")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
-    parser.add_argument("--kills", type=int, default=3, help="jobs for each point under this system; the median counts")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    parser.add_argument(
+        "--kills", type=int, default=3, help="jobs for each point under this system in a full run; the median counts"
+    )
+    options = begin(parser, argv)
     systems = [system for system in options.systems if system != "torchft" or has_torchft()]
     measured: dict[tuple[str, Point], Failure] = {}
     with scratch() as folder:
         for point in POINTS:
-            if (options.quick and not point.quick) or (options.only and options.only not in point.name):
+            if options.only not in point.name or (point.size > options.size and not options.only):
                 continue
             for system in systems:
                 if system == "unprepared" and not point.startup_s:
                     continue
-                if system in ("torchrun", "torchft") and point.only_this:
+                others = system in ("torchrun", "torchft")
+                if others and (point.only_this or options.size < min(FULL, point.size + 1)):
                     continue
-                again = 1 if options.quick or system != "swift" or point.place >= 1000 else options.kills
+                again = options.kills if options.size == FULL and system == "swift" and point.place < 1000 else 1
                 failures = []
                 for number in range(again):
                     try:

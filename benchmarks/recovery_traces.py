@@ -1,14 +1,21 @@
-"""What the ranks of the recovery benchmark have noted, and what follows from it."""
+"""What the ranks of a job have noted, what follows from it, and waiting for it."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import WORKERS
+from benchmarks.common import WORKERS, Workers
 from benchmarks.recovery_worker import BATCH
+from shared_core.events import Event, read_events
+
+#: Seconds that a job gets to do what is waited for; none of those measured comes near.
+MAX_WAIT_S = 300.0
 
 
 class Traces:
@@ -89,3 +96,63 @@ def step_time(traces: Traces) -> float:
     """Median seconds between two steps of rank 0 so far."""
     times = [line["time"] for line in traces.steps(0)][5:]
     return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+
+
+def wait(traces: Traces, workers: Workers, done: Callable[[], bool], pause_s: float = 0.005) -> None:
+    """Read the traces until ``done()``, which is asked after each pause.
+
+    Raises:
+        RuntimeError: the job has ended, or nothing happened for too long.
+    """
+    deadline = time.monotonic() + MAX_WAIT_S
+    while not done():
+        workers.check()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{workers.system} did not continue within {MAX_WAIT_S:.0f} s\n{workers.tail()}")
+        time.sleep(pause_s)
+        traces.refresh()
+
+
+def end(workers: Workers, step: int) -> None:
+    """Let a job end after a step.
+
+    Raises:
+        RuntimeError: it does not, or with another status than 0, where one launcher has all workers.
+    """
+    (workers.log.parent / "stop").write_text(str(step))
+    try:
+        status = workers.wait(MAX_WAIT_S)
+    except subprocess.TimeoutExpired:
+        status = -1
+    if status and -1 in workers.processes:
+        raise RuntimeError(f"the {workers.system} job ended with status {status}\n{workers.tail()}")
+
+
+class Job:
+    """A job of this product under way, with what its ranks note and its events.
+
+    Args:
+        workers: its processes.
+        pause_s: while it is waited for; a short one takes processor time from it.
+    """
+
+    def __init__(self, workers: Workers, pause_s: float = 0.005) -> None:
+        self.workers, self.out, self._pause_s = workers, workers.log.parent, pause_s
+        self.traces = Traces(self.out, workers.nproc)
+
+    def events(self, kind: str, after: float = 0.0) -> list[Event]:
+        """Those of a kind, since a moment."""
+        path = self.out / "events.jsonl"
+        return [e for e in read_events(path) if e.kind == kind and e.time >= after] if path.exists() else []
+
+    def when(self, done: Callable[[], bool]) -> None:
+        """Read the traces until ``done()``."""
+        wait(self.traces, self.workers, done, self._pause_s)
+
+    def ends(self, rank: int = 0) -> dict[int, float]:
+        """When a rank had finished each step."""
+        return {line["step"]: line["time"] for line in self.traces.steps(rank)}
+
+    def until(self, step: int, ranks: Sequence[int] = (0,)) -> None:
+        """Wait until ranks have finished a step."""
+        self.when(lambda: all(max(self.ends(rank), default=0) >= step for rank in ranks))

@@ -13,17 +13,15 @@ import signal
 import statistics
 from pathlib import Path
 
-from benchmarks.common import Row, Workers, at_most, say, scratch
-from benchmarks.recovery import MAX_WAIT_S, wait
-from benchmarks.recovery_traces import Traces
-from shared_core.events import Event, read_events
+from benchmarks.common import QUICK, Row, Workers, at_most, say, scratch
+from benchmarks.recovery_traces import Job, end
 
 SCRIPT = Path(__file__).with_name("rejoin_worker.py")
 #: Millions of parameters.
-SIZES, QUICK_SIZES = (1, 10, 50), (1,)
+SIZES = (1, 10, 50)
 #: Steps before the first kill, and after each admitting.
 STEPS = 5
-KILLS, QUICK_KILLS = 3, 1
+KILLS = (1, 1, 3)
 WORKERS = 2
 #: The stop with the largest model, in stops with the smallest.
 TARGET = 2.0
@@ -31,7 +29,7 @@ _ENV = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTIO
 _FAILED = 1
 
 
-class Run:
+class Run(Job):
     """A job under way.
 
     Args:
@@ -42,24 +40,10 @@ class Run:
 
     def __init__(self, millions: int, copied: bool, folder: Path) -> None:
         self.name = f"{millions} M parameters, {'copied' if copied else 'standing still'}"
-        self.out = folder / self.name.replace(" ", "_").replace(",", "")
-        self.out.mkdir()
-        self.traces = Traces(self.out, WORKERS)
-        args = ["--out", str(self.out), "--layers", str(millions), *(["--own"] if not copied else [])]
-        self.workers = Workers("swift", SCRIPT, args, self.out, env=_ENV, nproc=WORKERS)
-
-    def events(self, kind: str) -> list[Event]:
-        """Those of a kind."""
-        path = self.out / "events.jsonl"
-        return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
-
-    def ends(self) -> dict[int, float]:
-        """When rank 0 had finished each step."""
-        return {line["step"]: line["time"] for line in self.traces.steps(0)}
-
-    def until(self, step: int) -> None:
-        """Wait until rank 0 has finished a step."""
-        wait(self.traces, self.workers, lambda: max(self.ends(), default=0) >= step)
+        out = folder / self.name.replace(" ", "_").replace(",", "")
+        out.mkdir()
+        args = ["--out", str(out), "--layers", str(millions), *(["--own"] if not copied else [])]
+        super().__init__(Workers("swift", SCRIPT, args, out, env=_ENV, nproc=WORKERS))
 
     def measure(self, kills: int) -> tuple[list[float], list[float], float]:
         """Seconds of each stop, by how much each step was longer, and a step."""
@@ -67,7 +51,7 @@ class Run:
         for number in range(kills):
             self.until(max(self.ends(), default=0) + STEPS)
             os.kill(self.traces.lines[_FAILED][-1]["pid"], signal.SIGKILL)
-            wait(self.traces, self.workers, lambda seen=number: len(self.events("admitted")) > seen)
+            self.when(lambda seen=number: len(self.events("admitted")) > seen)
             at = self.events("admitted")[-1].time
             before = max(step for step, end in self.ends().items() if end <= at)
             self.until(before + 1 + STEPS)
@@ -75,21 +59,20 @@ class Run:
             steps.append(statistics.median(ends[each + 1] - ends[each] for each in range(before + 1, before + STEPS)))
             longer.append(ends[before + 1] - ends[before] - steps[-1])
             stops.append(self.events("admitted")[-1].fields["stall_s"])
-        (self.out / "stop").write_text(str(max(self.ends()) + 5))
-        self.workers.wait(MAX_WAIT_S)
+        end(self.workers, max(self.ends()) + 5)
         return stops, longer, statistics.median(steps)
 
 
-def rows(quick: bool) -> list[Row]:
-    """Rows of all sizes."""
+def rows(size: int) -> list[Row]:
+    """Rows of a run of this size."""
     found, stops = [], dict[tuple[int, bool], float]()
-    sizes = QUICK_SIZES if quick else SIZES
+    sizes = SIZES[: 1 if size == QUICK else None]
     for millions in sizes:
         for copied in (False, True):
             with scratch() as folder:
                 run = Run(millions, copied, folder)
                 with run.workers:
-                    seconds, longer, step = run.measure(QUICK_KILLS if quick else KILLS)
+                    seconds, longer, step = run.measure(KILLS[size])
             stops[millions, copied] = stop = statistics.median(seconds)
             found.append(Row(run.name, "stop at re-join", 1e3 * stop, "ms"))
             found.append(Row(run.name, "stop at re-join / step", stop / step, "steps"))
@@ -99,5 +82,5 @@ def rows(quick: bool) -> list[Row]:
     for copied in (False, True) if len(sizes) > 1 else ():
         ratio = stops[sizes[-1], copied] / stops[sizes[0], copied]
         name, metric = "copied" if copied else "standing still", f"stop at re-join, {sizes[-1]} M / {sizes[0]} M"
-        found.append(at_most(name, metric, ratio, "ratio", TARGET) if copied else Row(name, metric, ratio, "ratio"))
+        found.append(at_most(name, metric, ratio, "ratio", TARGET if copied else None))
     return found

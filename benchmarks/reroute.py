@@ -22,19 +22,16 @@ from __future__ import annotations
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.common import FULL, QUICK, Row, Workers, arguments, at_most, begin, finish, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
-from benchmarks.recovery import MAX_WAIT_S, wait
-from benchmarks.recovery_traces import Traces
-from shared_core.events import Event, read_events
+from benchmarks.recovery_traces import Job, end
 from shared_core.reroute.times import second_updates
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import plan
@@ -45,8 +42,8 @@ from shared_core.schedule.timing import StageTimes, Times, simulate
 SCRIPT = Path(__file__).with_name("reroute_worker.py")
 #: Steps that are not looked at in the beginning: in them all is measured, and plans are made.
 WARM = 4
-#: Steps of which a period is taken.
-STEPS, QUICK_STEPS = 8, 5
+#: Steps of which a period is taken, by size of the run.
+STEPS = (5, 5, 8)
 PERIOD_TARGET, COST_TARGET, FIRST_TARGET_S, EXTRA_TARGET = 0.05, 0.03, 0.3, 0.1
 #: Four micro-batches that take twice as long, instead of six of them, where others have eight of the usual ones.
 STRAGGLER_TARGET = 0.8
@@ -149,15 +146,14 @@ class Outcome:
     straggling: Straggling | None = None
 
 
-class Run:
+class Run(Job):
     """A job under way."""
 
     def __init__(self, case: Case, folder: Path, steps: int) -> None:
-        self.case, self.steps, self.out = case, steps, folder / "job"
-        self.out.mkdir()
+        self.case, self.steps, out = case, steps, folder / "job"
+        out.mkdir()
         topology = case.topology
-        self.traces = Traces(self.out, topology.pipelines * topology.stages)
-        args = ["--out", str(self.out), "--compute", case.compute, "--stages", str(topology.stages)]
+        args = ["--out", str(out), "--compute", case.compute, "--stages", str(topology.stages)]
         args += ["--micro-batches", str(topology.micro_batches)]
         args += ["--straggler", str(case.rank(case.straggler))] if case.straggler is not None else []
         env = ENV | {
@@ -168,24 +164,7 @@ class Run:
         }
         number = topology.pipelines * topology.stages
         standbys = int(case.rejoins)
-        self.workers = Workers("swift", SCRIPT, args, self.out, standbys=standbys, env=env, nproc=number)
-
-    def ends(self, rank: int) -> dict[int, float]:
-        """When each step had returned."""
-        return {line["step"]: line["time"] for line in self.traces.steps(rank)}
-
-    def until(self, step: int, ranks: Sequence[int]) -> None:
-        """Wait until ranks have finished a step."""
-        self.when(lambda: all(max(self.ends(rank), default=0) >= step for rank in ranks))
-
-    def when(self, condition: Callable[[], bool]) -> None:
-        """Wait."""
-        wait(self.traces, self.workers, condition)
-
-    def events(self, kind: str, after: float = 0.0) -> list[Event]:
-        """Those of a kind, since a moment."""
-        path = self.out / "events.jsonl"
-        return [e for e in read_events(path) if e.kind == kind and e.time >= after] if path.exists() else []
+        super().__init__(Workers("swift", SCRIPT, args, out, standbys=standbys, env=env, nproc=number))
 
     def period(self, first: int, ranks: Sequence[int]) -> float:
         """Mean seconds of the steps after ``first``."""
@@ -212,14 +191,7 @@ class Run:
             outcome.phases[-1] = self.spread(failed, ranks)  # the move came while that phase was measured
         if case.straggler is not None:
             outcome.straggling = self.straggle(ranks)
-        furthest = max(max(self.ends(rank)) for rank in ranks)
-        (self.out / "stop").write_text(str(furthest + 3))
-        try:
-            status = self.workers.wait(MAX_WAIT_S)
-        except subprocess.TimeoutExpired:
-            status = -1
-        if status:
-            raise RuntimeError(f"{case.name} ended with status {status}\n{self.workers.tail()}")
+        end(self.workers, max(max(self.ends(rank)) for rank in ranks) + 3)
         return outcome
 
     def expected(self, failed: Sequence[PlannedWorker]) -> float | None:
@@ -344,30 +316,24 @@ def rows_of(outcome: Outcome) -> list[Row]:
         metric = "first re-routed after the kill"
         # An action under way is finished first; in long slots that alone takes up to 0.2 s.
         judged = COMPUTE[case.compute].slot_s == COMPUTE["halves"].slot_s
-        rows.append(
-            at_most(name, metric, phase.first_s, "s", FIRST_TARGET_S)
-            if judged
-            else Row(name, metric, phase.first_s, "s")
-        )
+        rows.append(at_most(name, metric, phase.first_s, "s", FIRST_TARGET_S if judged else None))
         rows.append(Row(name, "extra of that step", phase.extra_s, "s"))
         rows.append(Row(name, "extra of that step, predicted", phase.predicted_s, "s"))
         if phase.extra_s is not None and phase.predicted_s:
             off = abs(phase.extra_s / phase.predicted_s - 1)
-            rows.append(
-                at_most(name, "extra, deviation", off, "of the prediction", EXTRA_TARGET)
-                if emulated
-                else Row(name, "extra, deviation", off, "of the prediction")
-            )
+            rows.append(at_most(name, "extra, deviation", off, "of the prediction", EXTRA_TARGET if emulated else None))
     return rows
 
 
-def cases(quick: bool) -> list[Case]:
-    """What is run."""
+def cases(size: int) -> list[Case]:
+    """What a run of this size runs."""
     two, big = (PlannedWorker(1, 1), PlannedWorker(0, 0)), (PlannedWorker(1, 2), PlannedWorker(0, 1))
     small, large = Topology(2, 2, 4), Topology(3, 4, 6)
-    if quick:
-        return [Case(small, Variant.STAGGERED, two[:1]), Case(large, Variant.STAGGERED, big[:1], "long halves")]
     shapes = [(small, two), (Topology(3, 2, 4), two), (Topology(2, 4, 6), big), (large, big)]
+    if size < FULL:
+        few = shapes[:1] if size == QUICK else shapes
+        found = [Case(topology, Variant.STAGGERED, failed[:1], _slots(topology)) for topology, failed in few]
+        return [*found, Case(small, Variant.STAGGERED, two[:1], rejoins=True)]
     found = [Case(topology, variant, failed, _slots(topology)) for topology, failed in shapes for variant in Variant]
     found += [Case(small, Variant.STAGGERED, two, "real")]
     one_stage = (PlannedWorker(0, 1), PlannedWorker(1, 1))
@@ -386,18 +352,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
     parser = arguments("reroute", "Pipelines that continue without failed workers.")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains this")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     rows: list[Row] = []
-    for case in cases(options.quick):
+    for case in cases(options.size):
         if options.only and options.only not in case.name:
             continue
         with scratch() as folder:
             say(f"{case.name}: starting {case.topology.pipelines * case.topology.stages} workers")
-            run = Run(case, folder, QUICK_STEPS if options.quick else STEPS)
+            run = Run(case, folder, STEPS[options.size])
             with run.workers:
                 rows += rows_of(run.measure())
-    return finish(rows, options.json)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import rejoin, turns
-from benchmarks.common import Row, arguments, finish, leave_nothing, say
+from benchmarks.common import QUICK, Row, arguments, begin, finish, median_ratio, say
 from benchmarks.overhead import NAMES
 from benchmarks.turns import Side, Start
 
 SCRIPT = Path(__file__).with_name("reroute_ddp_worker.py")
-#: Steps in a block, and rounds.
-CASES = {"mlp": (20, 20), "gpt2": (4, 16), "10M": (4, 12)}
-QUICK = ("mlp",)
+#: Steps in a block, and rounds by size of the run.
+CASES = {"mlp": (20, (5, 12, 20)), "gpt2": (4, (4, 8, 16)), "10M": (4, (3, 8, 12))}
 _REJOIN = "rejoin"
 SYSTEMS = {
     "gloo": Start("torchrun", ("--loop", "ddp")),
@@ -39,18 +38,13 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int) -> li
     """Rows of one case: ``rounds`` rounds of ``steps`` steps on each."""
     for side in ready.values():
         side.step_time(max(3, steps))
-    times: dict[str, list[float]] = {system: [] for system in ready}
-    order = list(ready)
-    for _ in range(rounds):
-        for system in order:
-            times[system].append(ready[system].step_time(steps))
-        order.reverse()
+    answers = turns.in_turns(ready, rounds, {"run": steps})
+    times = {s: [max(a["seconds"] for a in block) / steps for block in each] for s, each in answers.items()}
     name = NAMES[case]
     rows = [Row(name, f"step time, {system}", 1e3 * statistics.median(times[system]), "ms") for system in ready]
     for system in ready:
         if system != "gloo":
-            pairs = zip(times[system], times["gloo"], strict=True)
-            ratio = statistics.median(ours / plain for ours, plain in pairs)
+            ratio = median_ratio(times[system], times["gloo"])
             rows.append(Row(name, f"step time, {system} / gloo", ratio, "ratio"))
             say(f"{name}: {rows[-1].metric} {ratio:.3f}")
     return rows
@@ -60,12 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 0."""
     parser = arguments("reroute_ddp", "Step time of shared_steps, whose workers may continue alone, against plain DDP.")
     parser.add_argument("--only", choices=[*CASES, _REJOIN], action="append", help="only this case; may be repeated")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     rows: list[Row] = []
-    for case in options.only or (QUICK if options.quick else (*CASES, _REJOIN)):
+    for case in options.only or ("mlp",) if options.size == QUICK else (*CASES, _REJOIN):
         if case == _REJOIN:
-            rows += rejoin.rows(options.quick)
+            rows += rejoin.rows(options.size)
             continue
         steps, rounds = CASES[case]
         say(f"starting {', '.join(SYSTEMS)} for {case}")
@@ -73,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             system: Start(start.launcher, (*start.args, "--case", case), start.env) for system, start in SYSTEMS.items()
         }
         with turns.sides(starts, SCRIPT) as ready:
-            rows += measure(case, ready, steps, max(3, rounds // 4) if options.quick else rounds)
-    return finish(rows, options.json)
+            rows += measure(case, ready, steps, rounds[options.size])
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

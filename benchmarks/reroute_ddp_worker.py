@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,8 +70,7 @@ def main() -> None:
     net, loss = CASES[options.case]()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     steps = (usual if options.loop == "ddp" else shared)(net, loss, optimizer)
-    line = Line(_connected(options.socket))
-    line.send({"system": options.system, "rank": int(os.environ["RANK"])})
+    line = Line.of_worker(options.socket, options.system)
     while "run" in (message := line.receive()):
         begin = time.perf_counter()
         for _ in range(message["run"]):
@@ -83,12 +79,6 @@ def main() -> None:
     line.close()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _connected(address: str) -> Any:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    return connection
 
 
 if __name__ == "__main__":

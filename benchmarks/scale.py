@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common import ROOT, Row, arguments, at_most, finish, leave_nothing, say
+from benchmarks.common import QUICK, ROOT, Row, arguments, at_most, begin, finish, say
 from shared_core.config import SwiftConfig
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.control_socket import ControlSocket
@@ -41,7 +41,6 @@ from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Lifecycle
 
 SIZES = (8, 32, 128, 512, 1000)
-QUICK = (8, 32)
 #: Processes among which the workers are divided.
 PROCESSES = 8
 #: Size of the smaller groups, and collectives that each group has in its log.
@@ -217,14 +216,14 @@ def simulated(sizes: Sequence[int], rounds: int) -> list[Row]:
 def main() -> int:
     parser = arguments("scale", __doc__.splitlines()[0])
     parser.add_argument("--one", type=int, metavar="N", help="one simulated job, its result as JSON")
-    options = parser.parse_args()
-    leave_nothing()
+    options = begin(parser)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if options.one is not None:
         print(json.dumps(one(options.one)), flush=True)
         return 0
-    return finish(simulated(QUICK if options.quick else SIZES, 1 if options.quick else 3), options.json)
+    quick = options.size == QUICK
+    return finish(simulated(SIZES[: 2 if quick else None], 1 if quick else 3), options)
 
 
 if __name__ == "__main__":

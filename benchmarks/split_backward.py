@@ -18,7 +18,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import Row, arguments, at_most, finish, say
+from benchmarks.common import QUICK, Row, arguments, at_most, begin, finish, say
 from shared_core.reroute.split import StageBackward
 
 #: name: (width, blocks, sequences, tokens); a stage of GPT-like blocks, without attention for "linear layers"
@@ -132,9 +132,7 @@ def measure(case: str, rounds: int) -> list[Row]:
         said = "torch's " if "torch" in name else ""
         rows += [Row(case, f"{said}{part}", 1e3 * t, "ms") for part, t in zip("IW", medians[name], strict=True)]
         share = f"{name} to B"
-        rows.append(
-            at_most(case, share, ratios[name], "", TARGET_RATIO) if not said else Row(case, share, ratios[name], "")
-        )
+        rows.append(at_most(case, share, ratios[name], "", None if said else TARGET_RATIO))
     held = {}
     for name, way in WAYS.items():
         with Alive([x, grad, *stage.parameters()]) as alive:
@@ -153,13 +151,13 @@ def measure(case: str, rounds: int) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target was missed."""
-    options = arguments("split_backward", "What splitting a backward costs, and what it holds.").parse_args(argv)
+    options = begin(arguments("split_backward", "What splitting a backward costs, and what it holds."), argv)
     torch.set_num_threads(1)
     rows: list[Row] = []
     for case in CASES:
         say(case)
-        rows += measure(case, 5 if options.quick else 40)
-    return finish(rows, options.json)
+        rows += measure(case, 5 if options.size == QUICK else 40)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

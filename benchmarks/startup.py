@@ -18,22 +18,22 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import WORKERS, Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
-from benchmarks.recovery_traces import Traces
-from shared_core.events import Event, read_events
+from benchmarks.common import QUICK, WORKERS, Row, Workers, arguments, at_most, begin, finish, say, scratch
+from benchmarks.recovery_traces import Job, settled
 
 SCRIPT = Path(__file__).with_name("startup_worker.py")
 STARTUP_S = 8.0
-MAX_WAIT_S = 180.0
 #: Of the stall of a script that starts at once.
 FACTOR_TARGET = 1.5
 SLOWER_TARGET = 1.02
+#: By size of the run: jobs of each case; turns in which a standby waits and is stopped.
+ROUNDS = ((1, 3), (2, 8), (5, 15))
 
 
-class Run:
+class Run(Job):
     """One job.
 
     Args:
@@ -44,38 +44,20 @@ class Run:
 
     def __init__(self, out: Path, startup_s: float, prepared: int | str) -> None:
         out.mkdir()
-        self.out, self._prepared = out, prepared
+        self._prepared = prepared
         self._rank = 0 if prepared == "auto" else WORKERS - 1
         args = ["--startup", str(startup_s), "--out", str(out)]
-        self.workers = Workers("swift", SCRIPT, args, out, options=[f"--prepared={prepared}"])
-
-    def events(self, kind: str) -> list[Event]:
-        """Events of a kind so far."""
-        path = self.out / "events.jsonl"
-        return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
-
-    def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """Return when ``done()``.
-
-        Raises:
-            RuntimeError: it takes too long, or the job has ended.
-        """
-        deadline = time.monotonic() + MAX_WAIT_S
-        while not done():
-            self.workers.check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no {what} after {MAX_WAIT_S:g} s\n{self.workers.tail()}")
-            time.sleep(0.05)
+        super().__init__(Workers("swift", SCRIPT, args, out, options=[f"--prepared={prepared}"]), pause_s=0.05)
 
     def stall(self) -> float:
         """Kill the rank, and return the stall."""
-        self.wait("step", lambda: (self.out / f"trace{self._rank}.jsonl").exists())
+        self.when(lambda: settled(self.traces, 1))
         if self._prepared:
-            self.wait("hot standby", lambda: any(each.rank == self._rank for each in self.events("prepared")))
+            self.when(lambda: any(each.rank == self._rank for each in self.events("prepared")))
         time.sleep(0.5)
         [start] = self.events("start")
         os.kill(start.fields["pids"][str(self._rank)], signal.SIGKILL)
-        self.wait("recovery", lambda: len(self.events("resumed")) >= WORKERS - 1)
+        self.when(lambda: len(self.events("resumed")) >= WORKERS - 1)
         [replacement] = self.events("replacement_start")
         if replacement.fields["how"] != {0: "standby", "auto": "forked"}.get(self._prepared, "prepared"):
             raise RuntimeError(f"the replacement was a {replacement.fields['how']} one")
@@ -83,24 +65,21 @@ class Run:
 
     def step_s(self, spans: Sequence[tuple[float, float]]) -> float:
         """Median time of a step of rank 0 that began and ended within one of these spans."""
-        traces = Traces(self.out)
-        traces.refresh()
-        times = [float(line["time"]) for line in traces.steps(0)]
+        self.traces.refresh()
+        times = list(self.ends().values())
         pairs = zip(times, times[1:], strict=False)
         return statistics.median(
             end - start for start, end in pairs if any(low <= start and end <= high for low, high in spans)
         )
 
 
-def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
+def measure(folder: Path, size: int) -> list[Row]:
     """All rows."""
+    rounds, turns = ROUNDS[size]
     slow = f"{STARTUP_S:g} s"
-    cases: list[tuple[str, float, int | str]] = [
-        ("no start-up", 0.0, 0),
-        (slow, STARTUP_S, 0),
-        (f"{slow}, forked, rank 0", STARTUP_S, "auto"),
-        (f"{slow}, prepared", STARTUP_S, 1),
-    ]
+    cases: list[tuple[str, float, int | str]] = [("no start-up", 0.0, 0), (f"{slow}, prepared", STARTUP_S, 1)]
+    if size > QUICK:
+        cases += [(slow, STARTUP_S, 0), (f"{slow}, forked, rank 0", STARTUP_S, "auto")]
     stalls: dict[str, list[float]] = {case: [] for case, _, _ in cases}
     rows: list[Row] = []
     for number in range(rounds):
@@ -112,15 +91,16 @@ def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
                 if prepared == 1 and number == rounds - 1:
                     rows += _meanwhile(run, turns)
     medians = {case: statistics.median(found) for case, found in stalls.items()}
-    first, _, forked, last = medians.values()
     rows = [Row(case, "stall, median", stall, "s") for case, stall in medians.items()] + rows
-    factors = {"forked / no start-up": forked / first, "prepared / no start-up": last / first}
-    return [*rows, *(at_most(case, "stall", each, "", FACTOR_TARGET) for case, each in factors.items())]
+    for case, startup_s, prepared in cases:
+        if startup_s and prepared:
+            rows.append(at_most(case, "stall / no start-up", medians[case] / medians["no start-up"], "", FACTOR_TARGET))
+    return rows
 
 
 def _meanwhile(run: Run, turns: int) -> list[Row]:
     """What a standby costs while it waits, and while it is prepared."""
-    run.wait("hot standby", lambda: len(run.events("prepared")) > 1)
+    run.when(lambda: len(run.events("prepared")) > 1)
     pid = run.events("prepared")[-1].fields["pid"]
     spans: dict[signal.Signals, list[tuple[float, float]]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
     begun, used = time.time(), _processor_s(pid)
@@ -150,11 +130,10 @@ def _processor_s(pid: int) -> float:
 
 def main() -> int:
     parser = arguments("startup", "Stall of a failure in a script that starts slowly, with and without a hot standby.")
-    options = parser.parse_args()
-    leave_nothing()
+    options = begin(parser)
     with scratch() as folder:
-        rows = measure(folder, *((1, 3) if options.quick else (5, 15)))
-    return finish(rows, options.json)
+        rows = measure(folder, options.size)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

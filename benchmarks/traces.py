@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.common import Row, arguments, at_most, finish, say
+from benchmarks.common import Row, arguments, at_most, begin, finish, say
 from benchmarks.recycle_published import LARGE, MEDIUM, PIPELINES, STAGES, Model
 from benchmarks.simulate import (
     Bamboo,
@@ -149,7 +149,7 @@ def deviation(case: str, what: str, value: float, published: float, judged: bool
     """How far a simulated average is from a published one; the sign is in the metric."""
     percent = 100 * (value / published - 1)
     metric = f"deviation, {what} ({'above' if percent > 0 else 'below'})"
-    return at_most(case, metric, abs(percent), "%", TARGET_PERCENT) if judged else Row(case, metric, abs(percent), "%")
+    return at_most(case, metric, abs(percent), "%", TARGET_PERCENT if judged else None)
 
 
 def sensitivity_rows(model: Model) -> list[Row]:
@@ -252,7 +252,7 @@ def _scale_trace(workers: int, kind: str, gap_h: float, seed: int) -> Trace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if ReCycle or Oobleck deviate by more than 5 %."""
-    options = arguments("traces", "Systems on failure traces, simulated.").parse_args(argv)
+    options = begin(arguments("traces", "Systems on failure traces, simulated."), argv)
     rows = []
     for model in (LARGE, MEDIUM):
         say(f"{model.name} on the GCP trace")
@@ -260,10 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += sensitivity_rows(model)
     for workers in (1_000, 10_000, 100_000):
         say(f"{workers} workers for {SCALE_DAYS} days")
-        rows += scale_rows(workers, 1 if options.quick else 4)
-    rows += frequency_rows(1 if options.quick else 8)
+        rows += scale_rows(workers, (1, 2, 4)[options.size])
+    rows += frequency_rows((1, 4, 8)[options.size])
     rows += large_rows(100)
-    status = finish(rows, options.json)
+    status = finish(rows, options)
     print("\nExplanations:")
     for text in EXPLAINED:
         print(f"- {text}")

@@ -81,6 +81,21 @@ class Side:
             line.close()
 
 
+#: What workers say: by side, by round, by rank.
+Answers = dict[str, list[list[dict[str, Any]]]]
+
+
+def in_turns(ready: Mapping[str, Side], rounds: int, message: Mapping[str, Any]) -> Answers:
+    """What each side answers in each round; every other round they take turns in the opposite order."""
+    answers: Answers = {system: [] for system in ready}
+    order = list(ready)
+    for _ in range(rounds):
+        for system in order:
+            answers[system].append(ready[system].ask(message))
+        order.reverse()
+    return answers
+
+
 @contextlib.contextmanager
 def sides(
     starts: Mapping[str, Start], script: Path, *, nproc: int = WORKERS, standbys: int = 1

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.common import Row, arguments, at_least, finish, leave_nothing, say, scratch
+from benchmarks.common import QUICK, Row, arguments, at_least, begin, finish, median_ratio, say, scratch
 from benchmarks.undo_residuals import residual_rows
 from shared_core.worker.state.undo import Undo
 from tests.support.digest import digest, optimizer_digest_data
@@ -130,7 +130,7 @@ def measure(name: str, path: str, million: int, rounds: int, refetch_gbs: float)
             exact = digest([params, optimizer_digest_data(optimizer)]) == before
 
     def ratio(way: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[way], times["step"], strict=True))
+        return median_ratio(times[way], times["step"])
 
     optimizer.step()
     held = undo.nbytes
@@ -190,12 +190,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("undo", "What exact undo of an update costs.")
     parts = ["1M", "10M", "100M"]
     parser.add_argument("--only", choices=parts, action="append", help="only this part; may be repeated")
-    options = parser.parse_args(argv)
-    leave_nothing()
+    options = begin(parser, argv)
     torch.set_num_threads(1)
-    chosen = options.only or (parts[:1] if options.quick else parts)
+    chosen = options.only or parts[: options.size + 1]
     say("two processes: fetching state")
-    gbs = broadcast_gbs(options.quick)
+    gbs = broadcast_gbs(options.size == QUICK)
     rows = [Row("gloo broadcast, 2 ranks", "rate", gbs, "GB/s")]
     for million in SIZES:
         if f"{million}M" not in chosen:
@@ -203,14 +202,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if million == 100 and not room_for_the_largest():
             say(f"less than {1.5 * LARGEST_BYTES / 1e9:.0f} GB are free: 100 M parameters are left out")
             continue
-        rounds = 2 if options.quick else SIZES[million][2]
+        rounds = 2 if options.size == QUICK else SIZES[million][2]
         for name, (_, _, paths) in OPTIMIZERS.items():
             if million == 1 or name in COMMON:
-                for path in paths if name in COMMON or not options.quick else paths[:1]:
+                for path in paths if name in COMMON or options.size > QUICK else paths[:1]:
                     rows += measure(name, path, million, rounds, gbs)
         if million < 100:
             rows += residual_rows(*SIZES[million])
-    return finish(rows, options.json)
+    return finish(rows, options)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from benchmarks import (
     recovery_traces,
     total_time,
 )
-from benchmarks.common import WORKERS, Row, at_least, at_most, finish, table
+from benchmarks.common import FULL, QUICK, WORKERS, Row, arguments, at_least, at_most, begin, finish, table
 from tests.support.namespaces import unavailable
 
 FORM = {"case", "metric", "value", "unit", "target", "holds"}
@@ -35,12 +35,17 @@ def test_rows_and_targets() -> None:
 def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [Row("case one", "time", 0.125, "s"), at_most("two", "ratio", 1.2, "", 1.1), Row("two", "x", None, "ms")]
     assert table(rows).splitlines()[2].split() == ["case", "one", "time", "0.125", "s"]
-    assert finish(rows, tmp_path / "deep" / "rows.json") == 1
+    file = tmp_path / "deep" / "rows.json"
+    options = begin(arguments("name", "What it does."), ["--json", str(file), "--full"])
+    assert options.size == FULL and finish(rows, options) == 1
     assert "target missed: two, ratio" in capsys.readouterr().out
-    written = json.loads((tmp_path / "deep" / "rows.json").read_text())
-    assert isinstance(written, list) and all(set(row) == FORM for row in written)
-    assert [row["holds"] for row in written] == [None, False, None]
-    assert finish(rows[:1], None) == 0
+    written = json.loads(file.read_text())
+    assert written["command"] == "name --full" and len(written["load"]) == 2
+    assert written["machine"]["cores"] > 0 and written["commit"] and written["date"] > "2026"
+    assert all(set(row) == FORM for row in written["rows"])
+    assert [row["holds"] for row in written["rows"]] == [None, False, None]
+    options = begin(arguments("name", "What it does."), ["--quick"])
+    assert options.size == QUICK and finish(rows[:1], options) == 0
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +93,7 @@ def test_steps_made_again_and_samples_lost(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_short_real_run_of_recovery(tmp_path: Path) -> None:
-    system = recovery.System("swift, standby", "swift", 1, 1)
+    system = recovery.System("swift, standby", "swift", (1, 1, 1))
     outcome = recovery.run(system, 2, tmp_path, random.Random(3))
     assert [kill.ranks for kill in outcome.kills] == [(3,), (0,)]
     assert outcome.lost_samples == 0
@@ -161,7 +166,8 @@ def test_a_short_real_run_of_pipeline_recovery(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["replace", "reroute"])
 def test_a_short_real_run_of_total_time(name: str, tmp_path: Path) -> None:
     assert total_time.main(["--quick", "--only", f"this, {name}", "--json", str(tmp_path / "rows.json")]) == 0
-    rows = [row for row in json.loads((tmp_path / "rows.json").read_text()) if row["case"] == f"this, {name}"]
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = [row for row in rows if row["case"] == f"this, {name}"]
     named = {row["metric"]: row["value"] for row in rows}
     assert named["losses"] == 1 and named["total time / without failures"] > 0.5
     assert named["final loss - without failures"] == 0 and sum(row["holds"] is True for row in rows) == 3

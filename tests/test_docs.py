@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.tools import errors, figures, words
+from docs.tools import benchmarks, errors, figures, words
 from shared_core.errors import Unsupported
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +81,35 @@ def test_the_trace_of_an_error_ends_with_its_entry() -> None:
 def test_drawings_are_made_of_the_code_as_it_is(name: str) -> None:
     drawn = (ROOT / "docs" / "images" / name).read_text()
     assert drawn == figures.FIGURES[name](), "run python -m docs.tools.figures"
+
+
+def test_no_number_of_the_benchmarks_is_typed_by_hand() -> None:
+    page, text = benchmarks.PAGE.read_text(), benchmarks.TEXT.read_text()
+    runs = json.loads(benchmarks.NUMBERS.read_text())
+    assert benchmarks.with_tables(page, text, runs) == page, "run make bench-docs"
+    assert benchmarks.kept(text, runs) == runs
+    typed = page.replace("| 0.6 s |", "| 0.5 s |")
+    assert typed != page == benchmarks.with_tables(typed, text, runs), "the control"
+
+
+def test_the_newest_number_stands_in_the_tables() -> None:
+    text = "| stall | {recovery; swift; stall; .2f} s | {recovery; swift; stall; target} | {runs} |\n{all runs}"
+    row = {"case": "swift", "metric": "stall", "unit": "s", "target": 0.6}
+    old = {"commit": "1", "date": "2026-11-21", "machine": None, "load": None, "note": "quiet"}
+    runs = [
+        old | {"command": "recovery --full", "rows": [row | {"value": 0.181, "holds": True}]},
+        old | {"command": "recovery --quick", "rows": [row | {"value": 0.5, "holds": True}]},
+    ]
+    assert benchmarks.tables(text, runs).startswith("| stall | 0.18 s | 0.6 s | a |\n| a | `recovery --full` |")
+    machine = {"cores": 2}
+    new = {"command": "recovery", "commit": "2", "date": "2026-11-28", "machine": machine, "load": [3.0, 5.0]}
+    runs = benchmarks.kept(text, [*runs, new | {"rows": [row | {"value": 0.7, "holds": False}]}])
+    assert [run["commit"] for run in runs] == ["2"]
+    shown = benchmarks.tables(text, runs)
+    assert shown.startswith("| stall | 0.70 s | 0.6 s: missed | a |")
+    assert shown.endswith("| 2 cores, load 3.0: busy |")
+    with pytest.raises(LookupError):
+        benchmarks.tables(text.replace("swift", "another"), runs)
 
 
 def test_each_page_has_a_line_in_the_navigation() -> None:
