@@ -146,7 +146,6 @@ _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 _NUMBERS_OF_C = frozenset("?bBhHiIlLqQfdg")
 
 
-
 def _moment(value: Any) -> tuple[str, int, Any]:
     return value.replace(tzinfo=None).isoformat(), value.fold, _zone(value.tzinfo)
 

@@ -476,7 +476,9 @@ def added_to(writer: ValueWriter, thing: Any) -> dict[str, Any]:
 
 def _added(generator: Any) -> Mapping[str, Any]:
     """Attributes of a script's class of generators."""
-    return {} if type(generator) in RANDOM or isinstance(generator, np.random.BitGenerator) else attributes_of(generator)
+    return (
+        {} if type(generator) in RANDOM or isinstance(generator, np.random.BitGenerator) else attributes_of(generator)
+    )
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
