@@ -134,7 +134,9 @@ def generator_state(value: object) -> Any:
     if isinstance(value, random.Random):
         return ("python", value.getstate())
     if isinstance(value, np.random.Generator):
-        return ("generator", value.bit_generator.state)
+        return ("generator", _state_of_bits(value.bit_generator))
+    if isinstance(value, np.random.BitGenerator):
+        return ("bits", _state_of_bits(value))
     if isinstance(value, np.random.RandomState):
         return ("legacy", value.get_state(legacy=False))
     return None
@@ -150,6 +152,8 @@ def new_generator(state: tuple[str, Any]) -> Any:
         made = random.Random()  # noqa: S311 (of the script)
     elif kind == "generator":
         made = np.random.Generator(getattr(np.random, data["bit_generator"])())
+    elif kind == "bits":
+        made = getattr(np.random, data["bit_generator"])()
     else:
         made = np.random.RandomState()  # noqa: NPY002 (of the script)
     set_generator_state(made, state)
@@ -164,7 +168,30 @@ def set_generator_state(value: Any, state: tuple[str, Any]) -> None:
     elif kind == "python":
         version, words, gauss = data
         value.setstate((version, tuple(words), gauss))
-    elif kind == "generator":
-        value.bit_generator.state = data
+    elif kind in ("generator", "bits"):
+        _set_state_of_bits(value.bit_generator if kind == "generator" else value, data)
     else:
         value.set_state(data)
+
+
+def _state_of_bits(bits: Any) -> dict[str, Any]:
+    """With the seeds that its children get."""
+    seeds = bits.seed_seq
+    if not isinstance(seeds, np.random.SeedSequence):
+        return dict(bits.state)
+    return {**bits.state, "seeds": {**seeds.state, "entropy": _as_numbers(seeds.entropy)}}
+
+
+def _set_state_of_bits(bits: Any, data: Mapping[str, Any]) -> None:
+    wanted, here = data.get("seeds"), bits.seed_seq
+    if wanted is not None and isinstance(here, np.random.SeedSequence):
+        mine, count = {**here.state, "entropy": _as_numbers(here.entropy)}, wanted["n_children_spawned"]
+        if mine | {"n_children_spawned": count} == wanted and mine["n_children_spawned"] <= count:
+            here.spawn(count - mine["n_children_spawned"])  # others may hold it
+        else:
+            bits.__setstate__((bits.state, np.random.SeedSequence(**wanted)))
+    bits.state = {name: value for name, value in data.items() if name != "seeds"}
+
+
+def _as_numbers(entropy: Any) -> Any:
+    return entropy if isinstance(entropy, int) else np.asarray(entropy).tolist()

@@ -33,6 +33,8 @@ class Given:
                 continue
             self._looked[id(each)] = each
             todo += [inner for inner in each.co_consts if isinstance(inner, types.CodeType)]
+            if "setattr" in each.co_names:
+                self.names.update(text for text in each.co_consts if isinstance(text, str) and text.isidentifier())
             for *way, name in attributes_given(each):
                 self.names.add(name)
                 to = _reached(way, variables)

@@ -48,9 +48,11 @@ from shared_core.worker.variables.writer import (
     attributes_of,
     held_by,
     hooks_of,
+    is_read,
     iterator_state,
     mark_of,
     mark_of_code,
+    name_of_file,
     namespace_of,
     owner_of,
     results_of,
@@ -61,7 +63,7 @@ from shared_core.worker.variables.writer import (
 #: Kinds of objects that are never filled.
 _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
 #: Kinds of objects that are filled, but not made.
-_NEVER_MADE = frozenset({"class", "namespace", "scripted", "context", "cache", "logger"})
+_NEVER_MADE = frozenset({"class", "namespace", "scripted", "context", "cache", "logger", "file", "shows"})
 _PLAIN = (list, dict, set, bytearray)
 _STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
@@ -408,10 +410,10 @@ class Graft:
         elif kind == "iterator":
             self._filled[new] = _moved_on(cls, self.value(parts[0]), parts[1], here)
         elif kind == "pyarray":
-            array = here if here is not MISSING else _look_up(cls)(parts[0])
-            self._filled[new] = array
-            del array[:]
-            array.frombytes(parts[1])
+            made = _look_up(cls)(parts[0], parts[1])
+            if here is not MISSING:
+                here[:] = made  # others may show its memory
+            self._filled[new] = made if here is MISSING else here
         elif kind == "memory":
             self._filled[new] = memory = here if here is not MISSING else _look_up(cls)()
             ctypes.memmove(ctypes.addressof(numbers_of_c(memory)), parts[0], len(parts[0]))
@@ -439,6 +441,10 @@ class Graft:
         elif kind == "logger":
             _, level, here.disabled, here.propagate = parts
             here.setLevel(level)
+        elif kind == "file":
+            here.seek(parts[1])
+        elif kind == "shows":
+            self.value(parts[0])
         elif kind == "scripted":
             for value in parts[0].values():
                 self.value(value)
@@ -634,6 +640,10 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
         return ctypes.sizeof(numbers_of_c(old)) == len(parts[0])
     if kind == "buffer":
         return not old.closed
+    if kind == "file":
+        return is_read(old) and name_of_file(old) == parts[0]
+    if kind == "shows":
+        return (old.nbytes, old.format) == tuple(parts[1:])
     if kind == "deque":
         return bool(old.maxlen == parts[1])
     if kind in ("context", "logger"):
@@ -677,6 +687,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
         return {"()": parts[0]}
     if kind == "iterator":
         return {".source": parts[0]}
+    if kind == "shows":
+        return {".obj": parts[0]}
     if kind == "partial":
         return dict(zip(_OF_PARTIALS, parts, strict=True))
     if kind == "ndarray" and parts[0] == "objects":
@@ -721,6 +733,8 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
         return {"()": here()}
     if kind == "iterator":
         return {".source": iterator_state(here)[0]}
+    if kind == "shows":
+        return {".obj": here.obj}
     if kind == "partial":
         return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
     if kind == "tensor":
@@ -846,6 +860,8 @@ def _immutable(kind: str, made: Any, cls: str, parts: list[Any], value: Callable
         named = parts[0] in made.__members__  # type: ignore[attr-defined]
         return made.__members__[parts[0]] if named else made(parts[1])  # type: ignore[attr-defined]
     base: Any = {"tuple": tuple, "frozenset": frozenset}.get(kind) or type(parts[0])
+    if hasattr(made, "n_sequence_fields"):  # of C, such as time.struct_time
+        base = made
     return base.__new__(made, value(parts[0]))
 
 

@@ -16,6 +16,7 @@ import dis
 import enum
 import fractions
 import functools
+import importlib
 import inspect
 import io
 import itertools
@@ -91,7 +92,6 @@ IGNORED = (
     type(threading.Lock()),
     type(threading.RLock()),
     weakref.ReferenceType,
-    memoryview,
     types.MappingProxyType,
     types.CodeType,
     types.FrameType,
@@ -101,7 +101,6 @@ IGNORED = (
     type(csv.writer(io.StringIO())),
     type(...),
     type(NotImplemented),
-    np.random.BitGenerator,
     Store,
 )
 #: Types whose objects are restored by name only.
@@ -114,7 +113,7 @@ NAMED = (
 )
 #: C functions: restored by name, or by name and the object to which they are bound.
 _OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
-RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _CONTAINERS: tuple[tuple[type, str], ...] = (
     (dict, "dict"),
     (list, "list"),
@@ -133,22 +132,50 @@ _ALONE: dict[type, str] = {
     contextlib.ExitStack: "opaque",
     contextvars.ContextVar: "context",
     functools._lru_cache_wrapper: "cache",
+    memoryview: "shows",
+    re.Match: "opaque",
     weakref.ReferenceType: "reference",
     weakref.WeakKeyDictionary: "weak",
     weakref.WeakValueDictionary: "weak",
     weakref.WeakSet: "weak",
 }
+#: Modules of files that are put back at their place where the script only reads them.
+_FILES = frozenset("_io gzip bz2 lzma".split())
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 #: Codes of the types of ``ctypes`` whose memory holds numbers, and no addresses.
 _NUMBERS_OF_C = frozenset("?bBhHiIlLqQfdg")
+
+
+def _moment(value: Any) -> tuple[str, int, Any]:
+    return value.replace(tzinfo=None).isoformat(), value.fold, _zone(value.tzinfo)
+
+
+def _at(value: Any, fold: int, zone: Any) -> Any:
+    return value.replace(fold=fold, tzinfo=_zone_again(zone))
+
+
+def _zone(zone: Any) -> Any:
+    """The name of a ``ZoneInfo``, or microseconds from UTC. Raises AttributeError for what is neither."""
+    if isinstance(zone, datetime.timezone):
+        away, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+        return (away // datetime.timedelta(microseconds=1), *name)
+    return zone and zone.key
+
+
+def _zone_again(found: Any) -> Any:
+    if isinstance(found, str):
+        return importlib.import_module("zoneinfo").ZoneInfo(found)
+    return found and datetime.timezone(datetime.timedelta(microseconds=found[0]), *found[1:])
+
 
 #: Immutable values: what they are made from, and how.
 VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     decimal.Decimal: (str, decimal.Decimal),
     fractions.Fraction: (lambda v: (v.numerator, v.denominator), lambda parts: fractions.Fraction(*parts)),
-    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.datetime: (_moment, lambda parts: _at(datetime.datetime.fromisoformat(parts[0]), *parts[1:])),
     datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.time: (_moment, lambda parts: _at(datetime.time.fromisoformat(parts[0]), *parts[1:])),
+    datetime.timezone: (_zone, lambda parts: _zone_again(parts)),
     datetime.timedelta: (lambda v: (v.days, v.seconds, v.microseconds), lambda parts: datetime.timedelta(*parts)),
     range: (lambda v: (v.start, v.stop, v.step), lambda parts: range(*parts)),
     slice: (lambda v: (v.start, v.stop, v.step), lambda parts: slice(*parts)),
@@ -274,6 +301,8 @@ def _kind_of(cls: type) -> str:
         return "logger"
     if issubclass(cls, threading.local):  # what it holds for the thread that runs the script
         return "object"
+    if issubclass(cls, io.IOBase) and root_of(cls) in _FILES:
+        return "file"
     if issubclass(cls, IGNORED):
         return "ignored"
     if issubclass(cls, SynchronizedBase) or _is_number_of_c(cls):
@@ -380,7 +409,8 @@ def name_of(thing: Any) -> str:
     """``module:qualname``, by which another process that runs the same script finds a class, function or module."""
     if isinstance(thing, types.ModuleType):
         return f"{thing.__name__}:"
-    return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    path = getattr(thing, "__qualname__", type(thing).__qualname__)
+    return f"{getattr(thing, '__module__', None)}:{path.removeprefix('_VariableFunctionsClass.')}"  # torch.relu
 
 
 def is_made_in_a_function(thing: Any) -> bool:

@@ -141,11 +141,28 @@ class _Class:
         return Scope(self.name, "class", where, self._names, values, self.cls)
 
 
+class _Members(_Class):
+    """What members of an enumeration hold, where that may change."""
+
+    def __init__(self, name: str, cls: Any) -> None:
+        super().__init__(name, cls)
+        held = {name: own for name, each in cls.__members__.items() if _holds_more(own := vars(each))}
+        self._scope = Scope(name, "class", cls.__qualname__, Names(held), [*held.values()], held) if held else None
+
+    def scope(self) -> Scope | None:
+        return self._scope
+
+
+def _holds_more(member: Mapping[str, Any]) -> bool:
+    return any(not k.startswith("_") or (k == "_value_" and kind_of(type(v)) != "atom") for k, v in member.items())
+
+
 def _classes(value: type, module: str, known: dict[int, _Class]) -> Iterator[_Class]:
     """A class that this module defines, and those inside it."""
-    if value.__module__ == module and kind_of(value) != "enum":
+    if value.__module__ == module:
         if id(value) not in known:
-            known[id(value)] = _Class(f"{module}:{value.__qualname__}", value)
+            of = _Members if kind_of(value) == "enum" else _Class
+            known[id(value)] = of(f"{module}:{value.__qualname__}", value)
         yield known[id(value)]
         for each in list(vars(value).values()):
             if isinstance(each, type) and each.__qualname__.startswith(f"{value.__qualname__}."):

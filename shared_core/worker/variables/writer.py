@@ -12,6 +12,7 @@ import itertools
 import math
 import pickle
 import random
+import re
 import threading
 import time
 import types
@@ -404,6 +405,8 @@ class _Values(_Pickler):
             kind = "opaque"
         elif kind == "future" and not (obj.done() and not obj.cancelled() and obj.exception() is None):
             kind = "opaque"
+        elif kind == "file" and (self._of_data or not is_read(obj)):
+            kind = "ignored"
         elif kind == "queue":  # another thread may fill it at any time
             kind = "opaque" if _script_has_threads() else "object"
         elif kind in ("tensor", "ndarray") and self._writer.shown_by(obj) is not None:
@@ -469,6 +472,13 @@ def added_to(writer: ValueWriter, thing: Any) -> dict[str, Any]:
         return {}
     theirs = OfItsClass(thing)
     return {name: own[name] for name in sorted(names) if name not in theirs and name not in writer.ignored}
+
+
+def _added(generator: Any) -> Mapping[str, Any]:
+    """Attributes of a script's class of generators."""
+    return (
+        {} if type(generator) in RANDOM or isinstance(generator, np.random.BitGenerator) else attributes_of(generator)
+    )
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -619,10 +629,20 @@ def _kind_of_array(dtype: np.dtype[Any]) -> Any:
     return dtype.descr
 
 
+def is_read(file: Any) -> bool:
+    """Whether it is open for reading only, and can be put at another place."""
+    return not file.closed and file.readable() and file.seekable() and not file.writable()
+
+
+def name_of_file(file: Any) -> str:
+    return repr(getattr(file, "name", None))
+
+
 def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
     cells: list[Any] = []
     own: Any = None
-    if not of_libraries(thing.__code__.co_filename):
+    # A function of libraries holds nothing of a script, but for one that has been registered in it.
+    if not of_libraries(thing.__code__.co_filename) or thing.__code__.co_qualname.startswith("singledispatch."):
         for each in thing.__closure__ or ():
             try:
                 cells.append(each.cell_contents)
@@ -729,6 +749,8 @@ def _digest(thing: Any) -> int | None:
             parts = [each.detach().contiguous() for each in _parts_of(thing)]
             told = [(each.dtype, each.shape, zlib.crc32(memory_of(each)[: each.nbytes])) for each in parts]
             return zlib.crc32(repr((not thing.is_nested and thing.shape, told)).encode())
+        if cls is re.Match:
+            return zlib.crc32(repr((thing.re.pattern, thing.string, thing.regs)).encode())
         if cls.__module__ in _CHECKSUMS:
             return zlib.crc32(thing.hexdigest().encode())
         return zlib.crc32(pickle.dumps(thing, 5))
@@ -848,7 +870,7 @@ _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "module": _module,
     "tensor": _tensor,
     "ndarray": _ndarray,
-    "random": lambda writer, thing: (writer.random(thing), {} if type(thing) in RANDOM else attributes_of(thing)),
+    "random": lambda writer, thing: (writer.random(thing), _added(thing)),
     "value": lambda _, thing: (VALUES[next(base for base in type(thing).__mro__ if base in VALUES)][0](thing),),
     "enum": lambda _, thing: (thing.name, thing.value if isinstance(thing, Flag) else None),
     "future": lambda _, thing: (thing.result(),),
@@ -858,6 +880,8 @@ _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "pyarray": lambda _, thing: (thing.typecode, thing.tobytes()),
     "memory": _memory,
     "buffer": _buffer,
+    "file": lambda _, thing: (name_of_file(thing), thing.tell()),
+    "shows": lambda _, thing: (thing.obj, thing.nbytes, thing.format),
     "dict": lambda _, thing: (_items(thing), attributes_of(thing)),
     "list": lambda _, thing: (list.__getitem__(thing, slice(None)), attributes_of(thing)),
     "deque": lambda _, thing: (list(thing), thing.maxlen, attributes_of(thing)),
