@@ -104,3 +104,13 @@ def test_a_loop_in_an_installed_package_is_the_scripts(jobs: Jobs, tmp_path: Pat
     lines = ["import sys", f"sys.path.insert(0, {str(package.parent)!r})", "from trains import train", "kept = train()"]
     script.write_text("\n".join(lines) + "\n")
     jobs.check(str(script), args=["mean"], faults=[Fault(0, 17, "bucket", "SIGKILL")])
+
+
+def test_loader_workers_that_persist_and_that_the_script_reads_itself_are_not_put_back(jobs: Jobs) -> None:
+    """A replacement would start them again, and draw one number more."""
+    faults = [Fault(1, 5, "collective.before", "SIGKILL")]
+    result = jobs.run(SCRIPT, args=["lasting"], faults=faults)
+    compare(result, jobs.reference(SCRIPT, args=["lasting"]))
+    assert len(result.kinds("restart")) == 1 and "Make it with persistent_workers=False" in result.stderr, result.tail()
+    with pytest.raises(Mismatch):  # a control
+        jobs.check(SCRIPT, args=["lasting"], faults=faults, env={OFF: "1"})

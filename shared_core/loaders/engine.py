@@ -55,6 +55,9 @@ class Script(Protocol):
     def reading(self) -> AbstractContextManager[None]:
         """Entered whenever a loader is asked for something."""
 
+    def reads(self, source: Any) -> None:
+        """This loader, or iterator, is put in its place by others than those who put variables back."""
+
     def capture_now(self) -> dict[str, Any]:
         """What they hold, for :meth:`as_then`."""
 
@@ -236,6 +239,8 @@ class Engine:
             self._holds = Holds(self.indices.inner)
         with self._reading(), self._forking(record, continues):
             inner: Iterator[Any] = iter(self.iterated)
+        if self._script is not None and isinstance(self.loader, DataLoader):
+            self._script.reads(self.loader)
         if self.kind is not LoaderKind.SEEDED:
             record.before = before.pack(changed(before, RawRandom()))
         self._enter(record, inner, continues)

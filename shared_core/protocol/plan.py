@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -159,7 +159,7 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
         leave=frozenset(leave),
         boundaries=boundaries,
         donors=donors,
-        transfers=_transfers(groups, boundaries, _late(boundaries, survivors)),
+        transfers=_transfers(groups, boundaries),
         redo=redo,
         received=received,
     )
@@ -302,26 +302,14 @@ def _who(group: _PlannedGroup, seq: int, boundaries: Mapping[int, StepBoundary |
     return "rank " + ", ".join(map(str, ranks))
 
 
-def _late(boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier]) -> set[int]:
-    """Replacements that start after the newest step boundary of a survivor. If that one fails next, before it gets to
-    the others' boundary, they must have what only it has now.
-    """
-    if any(front.together for front in survivors.values()):
-        return set()  # it is on disk
-    oldest = min((front.boundary for front in survivors.values()), default=0)
-    return {rank for rank, each in boundaries.items() if each is not None and each.index > oldest}
-
-
-def _transfers(
-    groups: list[_PlannedGroup], boundaries: Mapping[int, StepBoundary | None], late: Collection[int]
-) -> tuple[Transfer, ...]:
+def _transfers(groups: list[_PlannedGroup], boundaries: Mapping[int, StepBoundary | None]) -> tuple[Transfer, ...]:
     moves: dict[tuple[int, int], dict[str, list[int]]] = {}
     for group in groups:
         holders = {rank: set(here.log) for rank, here in group.here.items()}
         for rank in group.ranks:
             if rank in boundaries:
                 base = group.base(boundaries[rank])
-                needs = {seq for seq in group.finished if seq >= base or rank in late}
+                needs = {seq for seq in group.finished if seq >= base}
             elif rank in holders:
                 # Also what it has not issued yet but another has finished: it gets the result when it issues it.
                 needs = {seq for seq in group.finished - holders[rank] if seq not in group.done[rank]}

@@ -57,17 +57,6 @@ def test_without_replacements_only_what_is_behind_is_moved() -> None:
     assert found.transfers == (Transfer(0, 1, {"w": [4]}),)
 
 
-def test_a_replacement_keeps_results_for_a_survivor_that_is_a_step_boundary_behind() -> None:
-    late, level = (replace(survivor(1, w=group(4, log=[2, 3])), boundary=n) for n in (1, 2))
-    ahead = replace(survivor(2, 1, w=group(5, log=[3, 4])), boundary=2)
-    mine = boundary(2, 1, w=4)
-    assert plan(replacement(0, mine), late, ahead).transfers[0] == Transfer(1, 0, {"w": [2, 3]})
-    assert plan(replacement(0, mine), level, ahead).transfers == (
-        Transfer(2, 0, {"w": [4]}),
-        Transfer(2, 1, {"w": [4]}),
-    )
-
-
 def test_the_newest_boundary_is_taken_and_its_batch_replayed() -> None:
     boundaries = (boundary(1, 0, w=2), boundary(2, 1, w=4))
     found = plan(

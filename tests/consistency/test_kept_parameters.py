@@ -41,12 +41,6 @@ def test_the_replacement_fails_in_the_same_batch(jobs: Jobs) -> None:
     assert not jobs.check(SCRIPT, nproc=4, **case).kinds("restart")
 
 
-def test_a_rank_that_is_a_step_boundary_behind_fails_after_another_was_replaced(jobs: Jobs) -> None:
-    """What the replacement before it never had itself: the results of batch 3, and the parameters before its update."""
-    faults = [Fault(1, 5, "collective.before", "SIGKILL"), Fault(0, 4, "update.after", "SIGKILL")]
-    assert not jobs.check(SCRIPT, nproc=2, faults=faults, args=["--late", "0", "--replaced"]).kinds("restart")
-
-
 @pytest.mark.nightly
 def test_two_models_that_are_updated_in_turn(jobs: Jobs) -> None:
     case = killed(1)

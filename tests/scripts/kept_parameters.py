@@ -54,7 +54,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--late", type=int, nargs="*", default=[])
-    parser.add_argument("--replaced", action="store_true", help="late: only when all others have been replaced")
     parser.add_argument("--two", action="store_true", help="two models, each with an optimizer, in turn")
     parser.add_argument("--sabotage", default="", help="none, spoilt, removed, missing")
     args = parser.parse_args()
@@ -75,12 +74,12 @@ def main() -> None:
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
     loop = {"step": 0, "seen": 0.0}
 
-    def passed(who: int, again: bool = False) -> Path:
-        return Path(os.environ[OUT]) / f"passed{AT}.{who}{'.again' * again}"
+    def passed(who: int) -> Path:
+        return Path(os.environ[OUT]) / f"passed{AT}.{who}"
 
     def wait(*_: Any) -> None:
         if loop["step"] == AT and rank in args.late:
-            others = [passed(each, args.replaced) for each in range(size) if each not in args.late]
+            others = [passed(each) for each in range(size) if each not in args.late]
             end = time.monotonic() + 60.0
             while not all(each.exists() for each in others) and time.monotonic() < end:
                 time.sleep(0.001)
@@ -93,8 +92,6 @@ def main() -> None:
     while loop["step"] < args.steps:
         if job is not None:
             job.step_boundary()
-        if os.environ.get("SWIFT_RECOVERY_INCARNATION", "0") != "0":
-            passed(rank, again=True).touch()
         report.count(f"batch {loop['step']}")
         for model, optimizer in zip(models, optimizers, strict=True):
             x = torch.randn(8, 16)

@@ -202,7 +202,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument(
         "part",
         choices="libraries settings places beside again iterator numbers list epochs by_hand divided "
-        "adaptive dealt hooked reads".split(),
+        "adaptive dealt hooked reads lasting".split(),
     )
     part = parser.parse_args().part
     report = Report()
@@ -309,6 +309,10 @@ def train() -> dist.ProcessGroup:
         items = iter(DataLoader(torch.arange(20.0)))
         for _, _ in job.steps(range(12)):
             update(float(next(items)))
+    elif part == "lasting":
+        evaluated = DataLoader(torch.arange(4), num_workers=1, persistent_workers=True)
+        for step, _ in job.steps(range(8)):
+            update(sum(map(float, evaluated)) if step % 3 == 2 else 1.0)
     elif part in ("numbers", "list"):
         for step, _ in job.steps(range(start, 16) if part == "numbers" else list(range(start, 16))):
             update(1.0 + step)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import contextvars
+import datetime
 import dis
+import enum
 import functools
 import logging
 import os
@@ -344,6 +347,43 @@ def a_sparse_tensor(again: bool) -> Any:
     return table.to_dense().tolist()
 
 
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = 2
+
+
+def what_a_class_of_choices_holds(again: bool) -> Any:
+    Level.LOW.count = 0  # type: ignore[attr-defined]
+    for step in steps(again):
+        Level.LOW.count += step  # type: ignore[attr-defined]
+    return Level.LOW.count  # type: ignore[attr-defined]
+
+
+def generators_that_were_spawned(again: bool) -> Any:
+    seeds, bits, drawn = np.random.default_rng(3), np.random.PCG64(5), 0
+    for _ in steps(again):
+        drawn = int(seeds.spawn(1)[0].integers(1000)) + int(bits.random_raw() % 1000)
+    return drawn
+
+
+def a_file_that_is_read(again: bool) -> Any:
+    line = ""
+    with open(__file__, encoding="utf-8") as file:
+        for _ in steps(again):
+            line = file.readline()
+    return line
+
+
+def moments_of_a_zone(again: bool) -> Any:
+    now = datetime.datetime(2026, 3, 29, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "summer"))
+    room = array.array("f", [0.0] * 4)
+    shown = memoryview(room)
+    for step in steps(again):
+        now += datetime.timedelta(hours=step)
+        shown[step % 4] = float(step)
+    return str(now), now.tzname(), room.tolist()
+
+
 def results_of_a_cached_function(again: bool) -> Any:
     registry.cache_clear()
     registry("seen")
@@ -373,6 +413,10 @@ def results_of_a_cached_function(again: bool) -> Any:
         weak_references,
         memory_seen_as_another_type,
         a_sparse_tensor,
+        what_a_class_of_choices_holds,
+        generators_that_were_spawned,
+        a_file_that_is_read,
+        moments_of_a_zone,
         results_of_a_cached_function,
     ],
 )

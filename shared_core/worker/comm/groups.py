@@ -457,9 +457,7 @@ class GroupState:
         next: sequence number of the next collective.
         done: finished collectives.
         pending: issued and not finished, by sequence number.
-        replay: results to serve instead of running, by sequence number; before those, some that another replacement
-            may ask for.
-        begun: sequence number of the first collective of this worker.
+        replay: results to serve instead of running, by sequence number.
         destroyed_at: step boundary before the program destroyed it; -1 while it has not.
     """
 
@@ -504,7 +502,7 @@ class GroupState:
 
     def _begin(self) -> None:
         self.log = GroupLog(self._pool)
-        self.next = self.begun = 0
+        self.next = 0
         self.done = Done()
         self.pending: dict[int, Op] = {}
         self.replay: dict[int, Logged] = {}
@@ -528,7 +526,8 @@ class GroupState:
 
     def start_from(self, boundary: StepBoundary) -> None:
         """Take the failed worker's counts at its step boundary."""
-        self.next = self.begun = self.done.upto = boundary.groups.get(self.name, 0)
+        self.next = boundary.groups.get(self.name, 0)
+        self.done.upto = self.next
         self.channels.start_from(boundary.received.get(self.name, {}), boundary.sent.get(self.name, {}))
 
 

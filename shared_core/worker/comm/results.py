@@ -181,8 +181,6 @@ class CollectiveResults:
             self._state.stable = boundary
             for group in self._groups.all():
                 group.log.drop_before(boundary)
-                for seq in [seq for seq in group.replay if seq < group.begun]:
-                    del group.replay[seq]
                 group.channels.drop_before(boundary - 1)
                 if group.over and group.destroyed_at < boundary - 1 and self._disk.archive is None:
                     self._groups.drop(group)

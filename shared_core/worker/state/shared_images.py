@@ -134,10 +134,10 @@ class SharedImages:
             self._heads = _Heads(path, _SLOTS * self._world_size)
         return self._heads
 
-    def complete(self, version: int, places: Collection[int] | None = None) -> SharedImage | None:
-        """The parameters at ``places``, or all, with ``version`` updates in them, if all parts are there."""
+    def complete(self, version: int, places: Collection[int]) -> SharedImage | None:
+        """The parameters at ``places`` with ``version`` updates in them, if all parts are there."""
         layout = self._layout
-        if layout is None or not set(layout.places).issuperset(places := layout.places if places is None else places):
+        if layout is None or not set(layout.places).issuperset(places):
             return None
         if any(self._slot(layout, rank, version) is None for rank, spans in enumerate(layout.parts) if spans):
             return None

@@ -278,17 +278,10 @@ class UpdateImages:
 
     def add_to(self, description: dict[str, Any], tensors: list[torch.Tensor], version: int) -> None:
         """Add the images since ``version`` to an exported state, in place: ``[version, places, index of the first
-        tensor]`` each. Raises RecoveryFailed if one, or a part of it, is gone.
+        tensor]`` each. Raises RecoveryFailed if a part of one is gone.
         """
         description["images"] = []
-        images = self._images
-        if self.needed and version < self._count.applied and not self.has(version):
-            # A replacement gives state to one that starts before itself: the others' parts are still there.
-            older = self._shared.complete(version) if self._shared is not None else None
-            if older is None:
-                raise RecoveryFailed(f"the parameters before update {version + 1} were never here")
-            images = [(version, older), *images]
-        for kept, image in images:
+        for kept, image in self._images:
             if kept >= version:
                 params = _read(image)
                 description["images"].append([kept, list(params), len(tensors)])

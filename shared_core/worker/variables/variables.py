@@ -477,11 +477,13 @@ class Variables:
                 with suppress(Exception):
                     looking.write(value)
                 for each in sorted(looking.dark if (scope.name, name) not in self._large else ()):
+                    advice = f"If nothing depends on it, write job.ignore({name!r})"
+                    if "DataLoader" in each:
+                        advice = "Make it with persistent_workers=False"
                     self._tell(
                         name,
                         f"the variable {name!r} ({scope.where}) holds a {short(each)}, which does not show what it "
-                        "holds: a worker that fails is not replaced, and all go back to the checkpoint. If nothing "
-                        f"depends on it, write job.ignore({name!r})",
+                        f"holds: a worker that fails is not replaced, and all go back to the checkpoint. {advice}",
                     )
 
                 if looking.partly:

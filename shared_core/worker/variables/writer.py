@@ -415,6 +415,8 @@ class _Values(_Pickler):
             kind = "fixed"
         elif kind == "optimizer":
             kind = "object" if self._writer.optimizers else "fixed"
+        elif kind == "fixed" and keeps_workers(obj):
+            kind = "opaque"
         if kind in ("tensor", "ndarray"):
             self._writer.has_written(obj)
         self._count += 1
@@ -441,6 +443,17 @@ class _Values(_Pickler):
                     self._writer.dark.add(cls)
             yield (number, kind, cls, *parts)
             yield None
+
+
+def keeps_workers(loader: Any) -> bool:
+    """Whether the script itself reads this loader, whose worker processes persist: they hold what nobody can put back,
+    and a replacement, which starts them again, draws one number more.
+    """
+    loader = getattr(loader, "_dataloader", loader)  # Fabric's
+    live = (
+        isinstance(loader, torch.utils.data.DataLoader) and loader.persistent_workers and vars(loader).get("_iterator")
+    )
+    return bool(live) and root_of(type(loader)) not in FRAMEWORKS
 
 
 def _script_has_threads() -> bool:
@@ -641,8 +654,7 @@ def name_of_file(file: Any) -> str:
 def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
     cells: list[Any] = []
     own: Any = None
-    # A function of libraries holds nothing of a script, but for one that has been registered in it.
-    if not of_libraries(thing.__code__.co_filename) or thing.__code__.co_qualname.startswith("singledispatch."):
+    if not of_libraries(thing.__code__.co_filename):
         for each in thing.__closure__ or ():
             try:
                 cells.append(each.cell_contents)
