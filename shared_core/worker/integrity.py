@@ -109,7 +109,6 @@ class StateCheck:
         position: BoundaryPosition,
         checkpoints: Callable[[], Checkpoints],
     ) -> None:
-        self._second_run: SecondRun | None = None
         self._forked_at = self._runs_at = -1
         self.begin(context)
         self._every, self._again = context.env.config.state.verify_every, context.env.config.state.recompute_every
@@ -121,7 +120,7 @@ class StateCheck:
         """Be that of the worker that ``context`` describes; again in a forked copy of the process."""
         self._env, self._runtime = context.env, context.runtime
         self._store, self._fatal_actions, self._events = context.store, context.fatal_actions, context.events
-        self._drop_copies()
+        self._second_run: SecondRun | None = None  # those of the process that was forked are not this one's
 
     @property
     def in_copy(self) -> bool:
@@ -138,7 +137,9 @@ class StateCheck:
         version = self._updates.version
         if self._second_run is not None and self._forked_at == version:
             return  # gradients are accumulated over several batches
-        self._drop_copies()
+        if self._second_run is not None:  # no gradients were reduced since
+            self._second_run.end()
+            self._second_run = None
         if not version or not self._due(self._again, version) or version == self._runs_at:
             return
         if self._forked_at < 0:
@@ -146,13 +147,11 @@ class StateCheck:
         self._forked_at = version
         if process.children():
             self._tell("this worker has child processes now")
-        else:
+            return
+        try:
             self._second_run = SecondRun(self._runtime)
-
-    def _drop_copies(self) -> None:
-        if self._second_run is not None:
-            self._second_run.end()
-            self._second_run = None
+        except OSError as error:
+            self._tell(f"no copy could be made ({error})")
 
     def before_bucket(self) -> None:
         """A gradient is about to be reduced, in a backward pass; on its thread."""

@@ -24,9 +24,10 @@ import signal
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,32 +71,38 @@ def inputs_sum(inputs: Sequence[torch.Tensor]) -> int | None:
 
 
 class SecondRun:
-    """The copies that compute one batch, in the worker that has forked them. ``differs`` after both have computed.
+    """The copies that compute one batch, in the worker that forks them, and in each of them.
 
     Attributes:
         copy: this process is a copy.
+
+    Raises:
+        OSError: no process, or no descriptor, can be made.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._began = time.monotonic()
         self._sums: list[int] = []
-        self._results = os.memfd_create("swift-results")
-        self._read, self._pids = [0, 0], [0, 0]
-        go, self._go = os.pipe()
-        self._read[0], first = os.pipe()
-        self._read[1], second = os.pipe()
+        self._lock, self._keeps = threading.Lock(), True
         drawn, core = random.getstate(), _core()
-        with runtime.lock:  # what it guards is whole in the copies
-            self._pids[0] = os.fork()
-            self.copy = self._pids[0] == 0
-            if self.copy:
-                self._pids[1] = os.fork()
+        with ExitStack() as opened:
+            self._results = os.memfd_create("swift-results")
+            opened.callback(os.close, self._results)
+            (go, self._go), (reads, first), (also, second) = (_pipe(opened) for _ in range(3))
+            with runtime.lock:  # what it guards is whole in the copies
+                self._pids = [os.fork(), 0]
+            opened.pop_all()
+        self._read, self.copy = (reads, also), self._pids[0] == 0
         if not self.copy:
             for fd in (go, first, second):
                 os.close(fd)
             runtime.operations.observe(self._saw)
             return
+        try:
+            self._pids[1] = os.fork()
+        except OSError:
+            os._exit(1)
         decides = self._pids[1] == 0
         os.close(self._go)
         os.close(first if decides else second)  # the worker sees when the other one ends
@@ -110,7 +117,7 @@ class SecondRun:
             os.write(self._write, b"%d\n" % self._pids[1])
             process.die_with_parent(os.getppid())
         _isolate({self._write, self._results}, self._give_up)
-        self._at, self._graph = 0, -1
+        self._graph = -1
         runtime.computes_again(_CopyListener(self), self._answer)
 
     # -- in the worker -------------------------------------------------------------------------------
@@ -122,9 +129,11 @@ class SecondRun:
             op.record = lambda: self._keep(group.id, op)
 
     def _keep(self, group: int, op: Op) -> None:
-        """On the thread that completes the operation."""
+        """On the thread that completes the operation, perhaps after the copies have ended."""
         data = dumps(op.results)
-        os.write(self._results, _HEAD.pack(group, op.seq, len(data)) + data)
+        with self._lock:
+            if self._keeps:
+                os.write(self._results, _HEAD.pack(group, op.seq, len(data)) + data)
 
     def verdict(self) -> tuple[bool | None, str]:
         """Whether this worker has computed something else than both copies; None where nobody knows. With a text for
@@ -154,8 +163,9 @@ class SecondRun:
         for pid in filter(None, self._pids):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        for fd in (self._go, self._results, *self._read):
-            with suppress(OSError):
+        with self._lock:
+            self._keeps = False
+            for fd in (self._go, self._results, *self._read):
                 os.close(fd)
         if self._pids[0]:
             with suppress(OSError):
@@ -176,16 +186,20 @@ class SecondRun:
         except ValueError:
             found = None
         if not isinstance(found, list | str):
-            found = f"a copy {self._end_of(which)}" if until > time.monotonic() else f"a copy took over {limit_s:.0f} s"
+            late = time.monotonic() > until
+            found = f"a copy took over {limit_s:.0f} s" if late else f"a copy ended{self._end_of(which)}"
         return "".join(before), found
 
     def _end_of(self, which: int) -> str:
-        """How a copy ended that has said nothing; the second's parent was the first."""
+        """How a copy ended that has said nothing, in brackets; nobody knows it of the second, a child of the first."""
         if which:
-            return "ended"
-        status = os.waitpid(self._pids[0], 0)[1]
+            return ""
+        try:
+            status = os.waitpid(self._pids[0], 0)[1]
+        except ChildProcessError:  # the script ignores SIGCHLD
+            return ""
         self._pids[0] = 0
-        return process.describe_exit(os.waitstatus_to_exitcode(status))
+        return f" ({process.describe_exit(os.waitstatus_to_exitcode(status))})"
 
     # -- in a copy -----------------------------------------------------------------------------------
 
@@ -261,6 +275,13 @@ class _CopyListener:
 
     def await_absent(self) -> bool:
         return True
+
+
+def _pipe(opened: ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        opened.callback(os.close, end)
+    return ends
 
 
 def _core() -> int:
