@@ -296,8 +296,11 @@ class SwiftTrainer(transformers.Trainer):
         return self._swift_holders
 
     def _swift_tell(self, job: Job) -> None:
-        """Other attributes of a Trainer of the user's own, and callbacks of the user's, count as variables."""
+        """Other attributes of a Trainer of the user's own, its arguments, and callbacks of the user's, count as
+        variables.
+        """
         job.variables.tell("trainer", self, self._swift_names | compat.TRAINER_PARTS | _own_names(self))
+        job.variables.tell("arguments", self.args)
         for number, each in enumerate(self.callback_handler.callbacks):
             if not type(each).__module__.startswith("transformers."):
                 job.variables.tell(f"callback {number} {type(each).__name__}", each)

@@ -74,7 +74,7 @@ class Own:
 
 
 class Counting(TrainerCallback):  # type: ignore[misc]
-    """Counts steps, and how often the loss that was logged fell."""
+    """Counts steps, and how often the loss that was logged fell; from the fourth step on gradients are clipped more."""
 
     def __init__(self, report: Report) -> None:
         self.report, self.falls, self.last = report, 0, float("inf")
@@ -82,6 +82,8 @@ class Counting(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stand_still(state.global_step)
         self.report.count(f"step {state.global_step}")
+        if state.global_step == 4:
+            args.max_grad_norm = 0.1
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
