@@ -85,7 +85,9 @@ def test_what_spreads_before_gradients_do_starts_all_again(jobs: Jobs) -> None:
 @pytest.mark.parametrize("way", ["", "view", "zeros", "accumulate", "metric", "builtin"])
 @pytest.mark.parametrize("nproc", [3, 4])
 def test_gradients_handled_in_each_way(way: str, nproc: int, jobs: Jobs) -> None:
-    jobs.check(TRAIN, nproc=nproc, faults=FLIPS, env=EACH, args=[*ARGS, "--way", way], timeout_s=120)
+    # A metric is computed before the next comparison, so it shows what has flipped before the update.
+    faults = FLIPS[:3] if way == "metric" else FLIPS
+    jobs.check(TRAIN, nproc=nproc, faults=faults, env=EACH, args=[*ARGS, "--way", way], timeout_s=120)
 
 
 @pytest.mark.nightly
