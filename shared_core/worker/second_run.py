@@ -85,7 +85,7 @@ class SecondRun:
         self._began = time.monotonic()
         self._sums: list[int] = []
         self._lock, self._keeps = threading.Lock(), True
-        drawn, core = random.getstate(), _core()
+        drawn, core, offsets = random.getstate(), _core(), _offsets()  # the worker moves on in its files
         with ExitStack() as opened:
             self._results = os.memfd_create("swift-results")
             opened.callback(os.close, self._results)
@@ -116,7 +116,7 @@ class SecondRun:
         if not decides:
             os.write(self._write, b"%d\n" % self._pids[1])
             process.die_with_parent(os.getppid())
-        _isolate({self._write, self._results}, self._give_up)
+        _isolate({self._write, self._results}, offsets, self._give_up)
         self._graph = -1
         runtime.computes_again(_CopyListener(self), self._answer)
 
@@ -289,8 +289,19 @@ def _core() -> int:
     return int(Path("/proc/thread-self/stat").read_bytes().rpartition(b")")[2].split()[36])
 
 
-def _isolate(own: set[int], give_up: Any) -> None:
-    """From now on nothing that this process does is seen outside, but for what it writes to ``own`` descriptors."""
+def _offsets() -> dict[int, int]:
+    """Where each open file is that can be put at a place."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
+    return found
+
+
+def _isolate(own: set[int], offsets: Mapping[int, int], give_up: Any) -> None:
+    """From now on nothing that this process does is seen outside, but for what it writes to ``own`` descriptors. Files
+    are read on from ``offsets``.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
@@ -298,7 +309,7 @@ def _isolate(own: set[int], give_up: Any) -> None:
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if int(name) not in own:
-                _cut_off(int(name), nowhere)
+                _cut_off(int(name), nowhere, offsets.get(int(name), 0))
     _keep_memory_apart()
     sys.excepthook = lambda kind, error, trace: give_up(f"{kind.__name__}: {error}")
     sys.addaudithook(lambda event, args: _look(event, args, give_up))
@@ -327,12 +338,12 @@ def _keep_memory_apart() -> None:
         libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.PROT_READ)
 
 
-def _cut_off(fd: int, nowhere: int) -> None:
+def _cut_off(fd: int, nowhere: int, offset: int) -> None:
     """What two processes would read on from one place is opened again; reading from anything else is an error."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if stat.S_ISREG(os.fstat(fd).st_mode) and flags & os.O_ACCMODE != os.O_WRONLY:
         again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-        os.lseek(again, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.lseek(again, offset, os.SEEK_SET)
         os.dup2(again, fd, inheritable=False)
         os.close(again)
     elif not os.path.samestat(os.fstat(fd), os.fstat(nowhere)):
