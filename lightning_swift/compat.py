@@ -618,8 +618,13 @@ def set_passes(loader: _FabricDataLoader, count: int) -> None:
     loader._num_iter_calls = count
 
 
+def read_by(loader: _FabricDataLoader) -> Any:
+    """The ``DataLoader`` that it reads."""
+    return loader._dataloader
+
+
 def begin_pass(loader: _FabricDataLoader) -> Any:
     """What Fabric does when a pass begins: shuffle by its number. Returns the ``DataLoader`` to be read."""
     _set_sampler_epoch(loader._dataloader, loader._num_iter_calls)
     loader._num_iter_calls += 1
-    return loader._dataloader
+    return read_by(loader)

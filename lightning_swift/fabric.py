@@ -306,6 +306,9 @@ class FabricLoop:
     def _known(self) -> list[compat.FabricLoader]:
         if self._loaders is None:
             self._loaders = compat.fabric_loaders()
+            if (job := self.loop.job) is not None:
+                read = [compat.read_by(each) for each in self._loaders]
+                job.variables.tell("loaders of Fabric", SimpleNamespace(loaders=read))
         return self._loaders
 
     def _early(self, job: Job) -> None:

@@ -34,6 +34,12 @@ def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("fabric.py", faults=faults, args=args)
 
 
+def test_loader_workers_that_persist_in_evaluations_are_not_put_back(jobs: Jobs) -> None:
+    result = jobs.run("fabric.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--lasting"])
+    compare(result, jobs.reference("fabric.py", args=["--lasting"]))
+    assert len(result.kinds("restart")) == 1 and "Make it with persistent_workers=False" in result.stderr, result.tail()
+
+
 @pytest.mark.nightly
 def test_a_sharded_checkpoint_of_fabric_has_the_same_bits(jobs: Jobs, tmp_path: Path) -> None:
     """A worker fails after the first of them, and another one while one is written."""

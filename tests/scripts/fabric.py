@@ -37,6 +37,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--again", action="store_true", help="set up the training loader in each epoch")
     parser.add_argument("--bar", action="store_true", help="show progress")
     parser.add_argument("--cut", action="store_true", help="use the first batches of a pass only")
+    parser.add_argument("--lasting", action="store_true", help="evaluate with loader workers that persist")
     parser.add_argument("--sharded", action="store_true", help="FSDP2")
     parser.add_argument("--save", type=Path, help="a checkpoint of Fabric's after each epoch, in this folder")
     args = parser.parse_args()
@@ -67,7 +68,10 @@ def train() -> dist.ProcessGroup:
 
     train_loader = training_loader()
     # Shuffled, so that what an evaluation sees depends on how many there were before it.
-    held_out: Any = fabric.setup_dataloaders(DataLoader(TensorDataset(data[:20]), batch_size=3, shuffle=True))
+    workers = {"num_workers": 1, "persistent_workers": True} if args.lasting else {}
+    held_out: Any = fabric.setup_dataloaders(
+        DataLoader(TensorDataset(data[:20]), batch_size=3, shuffle=True, **workers)  # type: ignore[arg-type]
+    )
     torch.manual_seed(fabric.global_rank)
 
     job = lightning_swift.attach(model, optimizer, scheduler)
