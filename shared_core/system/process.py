@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -124,6 +124,20 @@ def usage(pid: int) -> tuple[float, int] | None:
     except (OSError, ValueError, IndexError):
         return None
     return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def core() -> int:
+    """The core that this thread has run on last."""
+    return int(_stat("thread-self")[36])
+
+
+def shared_memory() -> Iterator[tuple[int, int, int, int, str]]:
+    """What this process may write to and others see: start, end, offset in the file, its inode and its path."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        bounds, rights, offset, _, inode, *path = line.split(maxsplit=5)
+        if rights.startswith("rw") and rights.endswith("s"):
+            start, end = (int(bound, 16) for bound in bounds.split("-"))
+            yield start, end, int(offset, 16), int(inode), path[0] if path else ""
 
 
 def begun() -> float:

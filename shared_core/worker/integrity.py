@@ -25,14 +25,13 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import ReplicaMismatch, Unsupported
 from shared_core.events import console_once
 from shared_core.faults import inject
-from shared_core.system import process
 from shared_core.waiting import ranks_text
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.op import Op
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.replicas import minority
-from shared_core.worker.second_run import SecondRun
+from shared_core.worker.second_run import AGREES, DIFFERS, UNKNOWN, SecondRun, why_no_copy
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.replicated import Replicated
@@ -80,23 +79,6 @@ def refuse_comparing(
         raise Unsupported(f"state.{option} before their gradients are used, and {why}")
 
 
-def _refuse_copies() -> None:
-    """Raises Unsupported where a forked copy of this process cannot compute what it computes."""
-    why = ""
-    if torch.accelerator.is_available():
-        why = "there is a device, whose driver does not survive a fork"
-    elif torch.get_num_threads() > 1:
-        why = f"operations of torch use {torch.get_num_threads()} threads: set OMP_NUM_THREADS=1"
-    elif process.children():
-        why = "this worker has child processes (of a loader, or a pool), which serve one process: set num_workers=0"
-    if why:
-        raise Unsupported(f"state.recompute_every has a copy of each worker compute a batch again, and {why}")
-
-
-#: What a rank says of its computation.
-_AGREES, _DIFFERS, _UNKNOWN = range(3)
-
-
 class StateCheck:
     """Compares the replicated state of all ranks, and what each has computed with what its copy has. All call the same
     methods at the same places of the program.
@@ -109,7 +91,7 @@ class StateCheck:
         position: BoundaryPosition,
         checkpoints: Callable[[], Checkpoints],
     ) -> None:
-        self._forked_at = self._runs_at = -1
+        self._forked_at = self._compared_at = -1
         self.begin(context)
         self._every, self._again = context.env.config.state.verify_every, context.env.config.state.recompute_every
         self._updates, self._position, self._checkpoints = updates, position, checkpoints
@@ -130,34 +112,36 @@ class StateCheck:
     def _due(self, every: int, version: int) -> bool:
         return every > 0 and version % every == 0 and self._position.boundaries > 0
 
+    def _due_again(self, version: int) -> bool:
+        """Whether a worker and its copy are still to be compared at this update."""
+        return version > 0 and version != self._compared_at and self._due(self._again, version)
+
     def after_boundary(self) -> None:
         """A step boundary was published, and nothing of the batch has run: fork what computes the batch again. Raises
         Unsupported where a copy can never do so.
         """
         version = self._updates.version
-        if self._second_run is not None and self._forked_at == version:
-            return  # gradients are accumulated over several batches
-        if self._second_run is not None:  # no gradients were reduced since
-            self._second_run.end()
+        if self._second_run is not None:
+            if self._forked_at == version:
+                return  # gradients are accumulated over several batches
+            self._second_run.end()  # no gradients were reduced since
             self._second_run = None
-        if not version or not self._due(self._again, version) or version == self._runs_at:
+        if not self._due_again(version):
             return
-        if self._forked_at < 0:
-            _refuse_copies()
-        self._forked_at = version
-        if process.children():
-            self._tell("this worker has child processes now")
-            return
+        why, first, self._forked_at = why_no_copy(self._env.job_dir), self._forked_at < 0, version
+        if why and first:
+            raise Unsupported(f"state.recompute_every has a copy of each worker compute a batch again, and {why}")
         try:
-            self._second_run = SecondRun(self._runtime)
+            self._second_run = None if why else SecondRun(self._runtime)
         except OSError as error:
-            self._tell(f"no copy could be made ({error})")
+            why = f"no copy could be made ({error})"
+        if why:
+            self._tell(why)
 
     def before_bucket(self) -> None:
         """A gradient is about to be reduced, in a backward pass; on its thread."""
         version = self._updates.version
-        again = version > 0 and version != self._runs_at and self._due(self._again, version)
-        if not (again or self._due(self._every, version)) or self._position.joining:
+        if not (self._due_again(version) or self._due(self._every, version)) or self._position.joining:
             return
         graph = torch._C._current_graph_task_id()
         if graph != self._graph:
@@ -185,8 +169,8 @@ class StateCheck:
         self._buckets.clear()
         alone = self._reductions == len(buckets) and version == self._updates.version
         contained = alone and not self._pending and self._can_reduce_again(buckets)
-        if version and version != self._runs_at and self._due(self._again, version):
-            self._runs_at = version
+        if self._due_again(version):
+            self._compared_at = version
             self._compare_computations(contained, buckets)
         if self._due(self._every, version):
             self._compare(self._every == 1 and contained, buckets)
@@ -195,18 +179,17 @@ class StateCheck:
         """Return with ``buckets`` reduced from what each rank has computed as its copy has. Blocks. ``contained``:
         nothing else of this batch was given to others.
         """
-        mine, text = _AGREES, ""
+        mine, text = AGREES, ""
         if self._second_run is not None:
-            differs, text = self._second_run.verdict()
-            mine = _AGREES if differs is False else _DIFFERS if differs else _UNKNOWN
+            mine, text = self._second_run.verdict()
             self._second_run = None
             self._events.emit("computed_again", rank=self._env.rank, update=self._updates.version, found=mine, why=text)
         told = [said for (said,) in self._gathered(torch.tensor([mine]))]
-        if mine == _AGREES and text:
+        if mine == AGREES and text:
             self._tell(text)
         update = self._updates.version
-        if _UNKNOWN in told:
-            if mine == _UNKNOWN:
+        if UNKNOWN in told:
+            if mine == UNKNOWN:
                 self._fatal_actions.give_up(
                     ReplicaMismatch(
                         f"corruption: rank {self._env.rank} and its copy have computed other gradients from the same "
@@ -216,14 +199,14 @@ class StateCheck:
                     )
                 )
             self._fatal_actions.await_end()
-        wrong = [rank for rank, said in enumerate(told) if said == _DIFFERS]
+        wrong = [rank for rank, said in enumerate(told) if said == DIFFERS]
         if not wrong:
             return
         who = f"{ranks_text(wrong)} computed gradients at update {update} that two copies of the worker did not"
         if not contained:
             self._go_back(who)
         # Not told[rank]: that may be a failed worker's, whose replacement gets here by the log.
-        if mine == _DIFFERS:
+        if mine == DIFFERS:
             self._leave(who)
         self._reduce_again(buckets)
 

@@ -44,7 +44,8 @@ from shared_core.worker.comm.groups import GroupState
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import KeptBucketInput
 from shared_core.worker.messages.group_log import Logged
-from shared_core.worker.state.checksums import checksum
+from shared_core.worker.start.hot_standby import descriptors
+from shared_core.worker.state.checksums import checksum, combined
 
 #: A copy may take so many times what the worker took, and at least so many seconds.
 _LONGER, _LEAST_S = 10, 20.0
@@ -63,11 +64,29 @@ _SEEN_OUTSIDE = frozenset(
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
-def inputs_sum(inputs: Sequence[torch.Tensor]) -> int | None:
-    """Checksum of what a rank gives in one operation; None for pickles, whose bytes mean nothing."""
+#: What a worker may find of its computation: as that of a copy; wrong, as two copies agree on another; nobody knows.
+AGREES, DIFFERS, UNKNOWN = range(3)
+
+
+def why_no_copy(job_dir: Path) -> str:
+    """Why a forked copy cannot compute what this process computes, whatever is in the batch; empty if it can."""
+    if torch.accelerator.is_available():
+        return "there is a device, whose driver does not survive a fork"
+    if torch.get_num_threads() > 1:
+        return f"operations of torch use {torch.get_num_threads()} threads: set OMP_NUM_THREADS=1"
+    if process.children():
+        return "this worker has child processes (of a loader, or a pool), which serve one process: set num_workers=0"
+    shared = next((path for *_, path in process.shared_memory() if not path.startswith(f"{job_dir}/")), None)
+    if shared is not None:
+        return f"this worker shares memory ({shared or 'without a file'}), which may change while a copy reads it"
+    return ""
+
+
+def _sum(inputs: Sequence[torch.Tensor]) -> list[int]:
+    """One checksum of what a rank gives in one operation; none for pickles, whose bytes mean nothing."""
     if all(each.dtype == torch.uint8 for each in inputs):
-        return None
-    return checksum(torch.tensor([checksum(each) - (1 << 63) for each in inputs]))
+        return []
+    return combined(1, [0] * len(inputs), [checksum(each) for each in inputs])
 
 
 class SecondRun:
@@ -85,7 +104,7 @@ class SecondRun:
         self._began = time.monotonic()
         self._sums: list[int] = []
         self._lock, self._keeps = threading.Lock(), True
-        drawn, core, offsets = random.getstate(), _core(), _offsets()  # the worker moves on in its files
+        drawn, core, offsets = random.getstate(), process.core(), _offsets()  # the worker moves on in its files
         with ExitStack() as opened:
             self._results = os.memfd_create("swift-results")
             opened.callback(os.close, self._results)
@@ -123,8 +142,7 @@ class SecondRun:
     # -- in the worker -------------------------------------------------------------------------------
 
     def _saw(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> None:
-        if (found := inputs_sum(inputs)) is not None:
-            self._sums.append(found)
+        self._sums += _sum(inputs)
         if op.again is None:  # not one of DDP's buckets, whose sums the copy does not use
             op.record = lambda: self._keep(group.id, op)
 
@@ -135,30 +153,32 @@ class SecondRun:
             if self._keeps:
                 os.write(self._results, _HEAD.pack(group, op.seq, len(data)) + data)
 
-    def verdict(self) -> tuple[bool | None, str]:
-        """Whether this worker has computed something else than both copies; None where nobody knows. With a text for
-        people, empty where all agree. Blocks; no other method is called afterwards.
+    def verdict(self) -> tuple[int, str]:
+        """What the copies say of the worker's computation, and a text for people, empty where all is well. Blocks; no
+        other method is called afterwards.
         """
         self._runtime.operations.observe(None)
         limit = _LEAST_S + _LONGER * (time.monotonic() - self._began)
         try:
             other, found = self._told(0, limit)
-            if isinstance(found, str) or found == self._sums:
-                return False, found if isinstance(found, str) else ""
+            if isinstance(found, str):
+                return AGREES, found
+            if found == self._sums:
+                return AGREES, ""
             self._pids[1] = int(other)
             os.write(self._go, b"g")
             decides = self._told(1, limit)[1]
         finally:
             self.end()
         if decides == self._sums:
-            return False, "its copy had computed something else, and another copy did not"
+            return AGREES, "its copy had computed something else, and another copy did not"
         if decides == found:
-            return True, ""
+            return DIFFERS, ""
         why = decides if isinstance(decides, str) else "it has computed something else again"
-        return None, f"another copy was to decide: {why}"
+        return UNKNOWN, f"another copy was to decide: {why}"
 
     def end(self) -> None:
-        """End the copies; one that was not told to decide ends by itself."""
+        """Kill the copies. The deciding copy exits by itself if it was never asked."""
         self._runtime.operations.observe(None)
         for pid in filter(None, self._pids):
             with suppress(OSError):
@@ -204,8 +224,7 @@ class SecondRun:
     # -- in a copy -----------------------------------------------------------------------------------
 
     def _answer(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if (found := inputs_sum(inputs)) is not None:
-            self._sums.append(found)
+        self._sums += _sum(inputs)
         seq = group.next
         group.next += 1
         return inputs if op.again is not None else self._result(group.id, seq)
@@ -284,17 +303,12 @@ def _pipe(opened: ExitStack) -> tuple[int, int]:
     return ends
 
 
-def _core() -> int:
-    """The core that this thread has run on last."""
-    return int(Path("/proc/thread-self/stat").read_bytes().rpartition(b")")[2].split()[36])
-
-
 def _offsets() -> dict[int, int]:
     """Where each open file is that can be put at a place."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    for fd in descriptors():
         with suppress(OSError):
-            found[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
+            found[fd] = os.lseek(fd, 0, os.SEEK_CUR)
     return found
 
 
@@ -306,10 +320,9 @@ def _isolate(own: set[int], offsets: Mapping[int, int], give_up: Any) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for name in os.listdir("/proc/self/fd"):
+    for fd in descriptors().keys() - own:
         with suppress(OSError):
-            if int(name) not in own:
-                _cut_off(int(name), nowhere, offsets.get(int(name), 0))
+            _cut_off(fd, nowhere, offsets.get(fd, 0))
     _keep_memory_apart()
     sys.excepthook = lambda kind, error, trace: give_up(f"{kind.__name__}: {error}")
     sys.addaudithook(lambda event, args: _look(event, args, give_up))
@@ -322,16 +335,12 @@ def _keep_memory_apart() -> None:
     libc = ctypes.CDLL(None)
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.mmap.restype = ctypes.c_void_p
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        bounds, rights, offset, _, inode, *path = line.split(maxsplit=5)
-        if not (rights.startswith("rw") and rights.endswith("s")):
-            continue
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
+    for start, end, offset, inode, path in process.shared_memory():
         with suppress(OSError):
-            fd = os.open(path[0] if path else "", os.O_RDONLY)
-            same = os.fstat(fd).st_ino == int(inode)
+            fd = os.open(path, os.O_RDONLY)
+            same = os.fstat(fd).st_ino == inode
             how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-            there = libc.mmap(start, end - start, *how, fd, int(offset, 16)) if same else None
+            there = libc.mmap(start, end - start, *how, fd, offset) if same else None
             os.close(fd)
             if there == start:
                 continue

@@ -59,6 +59,29 @@ def test_a_copy_changes_nothing_outside(jobs: Jobs) -> None:
             assert len(seen) >= 6 and not any(seen), seen
 
 
+def test_a_copy_that_computes_wrongly_takes_nobody_out(jobs: Jobs) -> None:
+    args = ["misled", "--steps", "5"]
+    result = jobs.run(CHANGED, env=EACH, args=args)
+    compare(result, jobs.reference(CHANGED, args=args))
+    assert "its copy had computed something else, and another copy did not" in result.stderr, result.tail()
+    assert not result.kinds("failed"), result.tail()
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "env", "why"),
+    [
+        (TRAIN, [], {"OMP_NUM_THREADS": "2"}, "operations of torch use 2 threads: set OMP_NUM_THREADS=1"),
+        (CHANGED, ["sharing"], {}, "this worker shares memory ("),
+    ],
+)
+def test_where_a_copy_cannot_compute_it_is_refused(
+    script: str, args: list[str], env: dict[str, str], why: str, jobs: Jobs
+) -> None:
+    result = jobs.run(script, env=EACH | env, args=[*args, "--steps", "6"])
+    says = f"Unsupported: state.recompute_every has a copy of each worker compute a batch again, and {why}"
+    assert result.status == 1 and says in result.stderr, result.tail()
+
+
 def test_what_differs_each_time_is_no_corruption(jobs: Jobs) -> None:
     result = jobs.run(TRAIN, env=EACH, args=["--steps", "6", "--mistake", "unseeded"])
     assert result.status == 1 and not result.kinds("restart"), result.tail()

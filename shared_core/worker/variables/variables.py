@@ -236,7 +236,7 @@ class Variables:
         self._told.pop(name, None)
 
     def count_data_sets(self) -> None:
-        """The script reads in a loop of its own: what its data sets and samplers hold are variables, too."""
+        """From now on, what data sets and samplers hold counts as variables: the script has its own training loop."""
         self._writer.data = True
 
     def look_at_optimizers(self) -> None:

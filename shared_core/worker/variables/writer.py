@@ -449,11 +449,10 @@ def keeps_workers(loader: Any) -> bool:
     """Whether the script itself reads this loader, whose worker processes persist: they hold what nobody can put back,
     and a replacement, which starts them again, draws one number more.
     """
-    loader = getattr(loader, "_dataloader", loader)  # Fabric's
-    live = (
-        isinstance(loader, torch.utils.data.DataLoader) and loader.persistent_workers and vars(loader).get("_iterator")
-    )
-    return bool(live) and root_of(type(loader)) not in FRAMEWORKS
+    cls = type(loader)
+    if not issubclass(cls, torch.utils.data.DataLoader) or root_of(cls) in FRAMEWORKS:
+        return False
+    return loader.persistent_workers and vars(loader).get("_iterator") is not None
 
 
 def _script_has_threads() -> bool:

@@ -1,5 +1,6 @@
 """``plain_ddp.py`` whose gradients are not reduced again (``unhealed``), that tells others what forward gives
-(``exchanging``), or whose forward appends to a file (``writing``) or reads on in one (``reading``).
+(``exchanging``), whose forward appends to a file (``writing``) or reads on in one (``reading``), that computes
+something else in the first copy of a worker (``misled``), or that shares memory (``sharing``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,17 @@ def exchanging(*args: Any) -> nn.Module:
     return nn.Sequential(model(*args), Exchange())
 
 
+class Misled(nn.Module):
+    pid = os.getpid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + (os.getppid() == self.pid))
+
+
+def misled(*args: Any) -> nn.Module:
+    return nn.Sequential(model(*args), Misled())
+
+
 class Line(nn.Module):
     """Adds to the log of a rank, or scales by the next number of a file that all of its forwards share."""
 
@@ -57,6 +69,10 @@ if __name__ == "__main__":
     what = sys.argv.pop(1)
     if what == "exchanging":
         plain_ddp.model = exchanging  # type: ignore[assignment]
+    elif what == "misled":
+        plain_ddp.model = misled  # type: ignore[assignment]
+    elif what == "sharing":
+        shared = torch.zeros(4).share_memory_()
     elif what in ("writing", "reading"):
         plain_ddp.model = with_lines  # type: ignore[assignment]
     elif not os.environ.get("SWIFT_BASELINE"):
