@@ -24,7 +24,7 @@ help:
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
 	@echo "make dist    source distribution and wheel, checked: a job runs from the wheel, in a new environment, and loses a worker"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2, HSDP, ZeRO-3, and with bits that flip"
-	@echo "make bench   all benchmarks, five minutes each at most; rows in runs/bench/; SIZE=--quick, SIZE=--full"
+	@echo "make bench   all benchmarks, about five minutes each; rows in runs/bench/; SIZE=--quick, SIZE=--full"
 	@echo "make bench-docs  the tables in docs/benchmarks.md, with the rows in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
 

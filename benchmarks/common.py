@@ -94,7 +94,7 @@ def arguments(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     for option, size, what in (
         ("--quick", QUICK, "fewer repetitions and cases: about a minute"),
-        ("--full", FULL, "all repetitions and cases; without it five minutes at most, on two cores"),
+        ("--full", FULL, "all repetitions and cases; without it about five minutes on two cores"),
     ):
         parser.add_argument(option, dest="size", action="store_const", const=size, help=what)
     return parser
