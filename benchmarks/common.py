@@ -108,7 +108,18 @@ def begin(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     argv = list(sys.argv[1:] if argv is None else argv)
     at = argv.index("--json") if "--json" in argv else len(argv)
     command = shlex.join([parser.prog.rpartition(".")[2], *argv[:at], *argv[at + 2 :]])
-    return parser.parse_args(argv, argparse.Namespace(command=command, load=os.getloadavg()[0]))
+    return parser.parse_args(argv, argparse.Namespace(command=command, load=_load(), began=time.monotonic()))
+
+
+def _load() -> float:
+    """Processes of this machine that run or want to, besides this one: the mean over a second. The system's own average
+    over a minute would count the benchmark before this one.
+    """
+    samples = []
+    for _ in range(20):
+        time.sleep(0.05)
+        samples.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1)
+    return statistics.mean(samples)
 
 
 def machine() -> dict[str, str | int]:
@@ -133,7 +144,8 @@ def finish(rows: Sequence[Row], options: argparse.Namespace) -> int:
         git = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=8"]
         commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
         run = {"command": options.command, "commit": commit, "date": time.strftime("%Y-%m-%d")}
-        run |= {"machine": machine(), "load": [round(load, 1) for load in (options.load, os.getloadavg()[0])]}
+        run |= {"machine": machine(), "load": [round(load, 1) for load in (options.load, _load())]}
+        run |= {"seconds": round(time.monotonic() - options.began)}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(run | {"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
         print(f"\nwritten to {options.json}")

@@ -36,14 +36,14 @@ from shared_core.config import variable_of
 SCRIPT = Path(__file__).with_name("overhead_worker.py")
 #: Steps in a block, and rounds by size of the run; 0 leaves the case out, unless it is asked for.
 CASES: dict[str, tuple[int, tuple[int, int, int]]] = {
-    "gpt2": (4, (5, 15, 30)),
-    "mlp": (30, (8, 20, 40)),
+    "gpt2": (4, (5, 8, 30)),
+    "mlp": (30, (8, 10, 40)),
     "1M": (30, (0, 0, 20)),
     "10M": (4, (3, 8, 16)),
     "50M": (1, (0, 0, 12)),
-    "fsdp2-10M": (2, (0, 8, 12)),
+    "fsdp2-10M": (2, (0, 4, 12)),
     "fsdp2-50M": (1, (0, 0, 10)),
-    "zero3-10M": (2, (0, 8, 12)),
+    "zero3-10M": (2, (0, 4, 12)),
     "zero3-50M": (1, (0, 0, 10)),
 }
 NAMES = {

@@ -103,11 +103,12 @@ def test_the_newest_number_stands_in_the_tables() -> None:
     assert benchmarks.tables(text, runs).startswith("| stall | 0.18 s | 0.6 s | a |\n| a | `recovery --full` |")
     machine = {"cores": 2}
     new = {"command": "recovery", "commit": "2", "date": "2026-11-28", "machine": machine, "load": [3.0, 5.0]}
+    new |= {"seconds": 240}
     runs = benchmarks.kept(text, [*runs, new | {"rows": [row | {"value": 0.7, "holds": False}]}])
     assert [run["commit"] for run in runs] == ["2"]
     shown = benchmarks.tables(text, runs)
     assert shown.startswith("| stall | 0.70 s | 0.6 s: missed | a |")
-    assert shown.endswith("| 2 cores, load 3.0: busy |")
+    assert shown.endswith("| 2 cores, load 3.0: busy, took 240 s |")
     with pytest.raises(LookupError):
         benchmarks.tables(text.replace("swift", "another"), runs)
 

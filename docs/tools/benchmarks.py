@@ -27,8 +27,8 @@ _BARE = ("", "ratio", "times")
 #: Load of the machine before a run from which on it counts as busy.
 BUSY = 1.0
 
-#: As ``--json`` writes it: ``command``, ``commit``, ``date``, ``machine``, ``load``, ``rows``. Runs of before that was
-#: written have no machine and load, but a ``note``; their commits are those in which the page got the numbers.
+#: As ``--json`` writes it: ``command``, ``commit``, ``date``, ``machine``, ``load``, ``seconds``, ``rows``. Runs of
+#: before that was written have no machine and load, but a ``note``; their commits are those in which the page got them.
 Run = dict[str, Any]
 
 
@@ -70,7 +70,8 @@ def _of(run: Run) -> str:
     if not run["machine"]:
         return str(run["note"])
     machine, load = run["machine"], run["load"]
-    return f"{machine['cores']} cores, load {load[0]}{': busy' if load[0] > BUSY else ''}"
+    took = f", took {run['seconds']} s" if "seconds" in run else ""
+    return f"{machine['cores']} cores, load {load[0]}{': busy' if load[0] > BUSY else ''}{took}"
 
 
 def tables(text: str, runs: Sequence[Run]) -> str:

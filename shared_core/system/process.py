@@ -101,7 +101,7 @@ def fork_away(tell: Callable[[int], None] = lambda _: None) -> bool:
 
 
 def trim_memory() -> None:
-    """Give freed memory back to the system, so that a fork does not share it and neither process copies it to write it."""
+    """Give freed memory back to the system: after a fork, each page of it would be copied by who writes it first."""
     with suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
