@@ -29,11 +29,14 @@ def test_what_a_script_counts_is_put_back(part: str, jobs: Jobs) -> None:
     jobs.check("variables.py", args=[part], faults=CASES[part])
 
 
-def test_a_job_that_begins_again_has_them_from_its_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
-    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+@pytest.mark.parametrize(("part", "step"), [("mean", 19), ("order", 8)])
+def test_a_job_that_begins_again_has_them_from_its_checkpoint(part: str, step: int, jobs: Jobs, tmp_path: Path) -> None:
+    """Also what has there, again, the value of the first step boundary, and had another one in between."""
+    env = {"DIR": str(tmp_path), "POLICY": "fixed", "EVERY_STEPS": "1", "BACKGROUND": "false"}
+    env = {f"SWIFT_RECOVERY_CHECKPOINT_{name}": value for name, value in env.items()}
     env["SWIFT_RECOVERY_ON_FAILURE"] = "restart"
-    result = jobs.run("variables.py", args=["mean"], faults=[Fault(1, 19, "bucket", "SIGKILL")], env=env)
-    compare(result, jobs.reference("variables.py", args=["mean"]))
+    result = jobs.run("variables.py", args=[part], faults=[Fault(1, step, "bucket", "SIGKILL")], env=env)
+    compare(result, jobs.reference("variables.py", args=[part]))
     assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 

@@ -22,21 +22,23 @@ def runs(jobs: Jobs, tmp_path: Path) -> Trials:
 
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_a_random_program_ends_as_without_a_failure_or_is_refused(seed: int, runs: Trials) -> None:
-    outcome = runs.run(seed)
+    outcome = runs.run(seed, restart=seed % 4 == 0)
     assert outcome.verdict not in (OTHER, HANG), f"{outcome.row()}\n{outcome.program.swift}"
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-def test_many_random_programs(runs: Trials, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("restart", [False, True], ids=["replaced", "start_again"])
+def test_many_random_programs(restart: bool, runs: Trials, request: pytest.FixtureRequest) -> None:
     """Others each night: the date is the first seed."""
     first = request.config.getoption("night") or 1
-    outcomes = [runs.run(seed) for seed in range(first, first + _NIGHTLY)]
+    count = _NIGHTLY // 3 if restart else _NIGHTLY
+    outcomes = [runs.run(seed, restart=restart) for seed in range(first, first + count)]
     found = Counter(outcome.verdict for outcome in outcomes)
     wrong = [outcome.row() for outcome in outcomes if outcome.verdict in (OTHER, HANG)]
     refused = [outcome.row() for outcome in outcomes if outcome.verdict == REFUSED]
     assert not wrong, "\n".join([f"{found}", *wrong])
-    assert len(refused) <= _MOST_REFUSED * _NIGHTLY / 100, "\n".join([f"{found}", *refused])
+    assert len(refused) <= _MOST_REFUSED * count / 100, "\n".join([f"{found}", *refused])
 
 
 @pytest.mark.nightly

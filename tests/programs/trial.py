@@ -29,6 +29,12 @@ _POINTS = ("step_boundary", "collective.before", "collective.after", "forward", 
 _POINTS += ("update.after",)
 #: Longest time of a run, and of a wait that nobody can end, in seconds.
 _RUN_S, _WAIT_S = 60.0, 10.0
+_EACH_BOUNDARY = {
+    "SWIFT_RECOVERY_CHECKPOINT_POLICY": "fixed",
+    "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "1",
+    "SWIFT_RECOVERY_CHECKPOINT_BACKGROUND": "false",
+}
+_ASKED_FOR = "on_failure is restart"
 _FAILED = re.compile(r"the job failed after .*?: rank \d+(?: raised|:) (\w+): (.*)")
 
 
@@ -122,12 +128,13 @@ class Trials:
     def __init__(self, folder: Path, plain: PlainLauncher, warm: WarmLauncher) -> None:
         self._folder, self._plain, self._warm = folder, plain, warm
 
-    def run(self, seed: int, *, plain: bool = True) -> Outcome:
+    def run(self, seed: int, *, plain: bool = True, restart: bool = False) -> Outcome:
         """The program of this seed, with the failure of this seed.
 
         Args:
             seed: any number.
             plain: see :func:`write`.
+            restart: nobody is replaced: all start again, from the newest checkpoint. One is made at each step boundary.
 
         Raises:
             AssertionError: the program does not run stock: the grammar is wrong.
@@ -137,16 +144,18 @@ class Trials:
         stock = self._job(program, program.stock, "plain", ())
         assert stock.status == 0, f"seed {seed} does not run stock\n{program.stock}\n{stock.tail()}"
         if isinstance(fault, Fault):
-            swift = self._job(program, program.swift, "swiftrun", (fault,))
+            swift = self._job(program, program.swift, "swiftrun", (fault,), restart)
             struck = bool(swift.struck)
         else:
             with _Killer(self._folder / f"{program.seed}-swiftrun", fault) as killer:
-                swift = self._job(program, program.swift, "swiftrun", ())
+                swift = self._job(program, program.swift, "swiftrun", (), restart)
             struck = killer.struck
         verdict, why = judge(swift, stock, fault.rank)
         return Outcome(program, fault, verdict, why, struck)
 
-    def _job(self, program: Program, text: str, launcher: str, faults: tuple[Fault, ...]) -> JobResult:
+    def _job(
+        self, program: Program, text: str, launcher: str, faults: tuple[Fault, ...], restart: bool = False
+    ) -> JobResult:
         out = self._folder / f"{program.seed}-{launcher}"
         out.mkdir()
         (out / "program.py").write_text(text)
@@ -156,7 +165,8 @@ class Trials:
             out=out,
             faults=faults,
             launcher=launcher,
-            env={"SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S": f"{_WAIT_S:g}"},
+            env={"SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S": f"{_WAIT_S:g}"} | (_EACH_BOUNDARY if restart else {}),
+            launcher_args=["--on-failure=restart", f"--checkpoint-dir={out / 'checkpoints'}"] if restart else (),
             timeout_s=_RUN_S,
             plain=self._plain,
             warm=self._warm,
@@ -197,6 +207,7 @@ def judge(swift: JobResult, stock: JobResult, killed: int) -> tuple[str, str]:
         return (REFUSED if refused else OTHER), found[0].partition(": ")[2][:300] if found else swift.tail()
     wrong = []
     restarts = swift.kinds("restart")  # all go back, for a reason that names it
+    refusals = [why for each in restarts if (why := str(each.fields["reason"])) != _ASKED_FOR]
     for rank in (0, 1):
         want, got = _held(stock, rank), _held(swift, rank)
         wrong += [f"rank {rank}: {name}" for name in want.keys() | got.keys() if want.get(name) != got.get(name)]
@@ -207,7 +218,7 @@ def judge(swift: JobResult, stock: JobResult, killed: int) -> tuple[str, str]:
             wrong.append(f"rank {rank}: printed lines")
     if wrong:
         return OTHER, ", ".join(sorted(wrong))
-    return (REFUSED, str(restarts[0].fields["reason"])) if restarts else (SAME, "")
+    return (REFUSED, refusals[0]) if refusals else (SAME, "")
 
 
 def _held(result: JobResult, rank: int) -> dict[str, str]:

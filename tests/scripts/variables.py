@@ -212,13 +212,15 @@ def train() -> dist.ProcessGroup:
             "best": best,
         }
     elif args.part == "order":
-        order, own = list(range(len(data))), random.Random(7)
+        order, own, wheel = list(range(len(data))), random.Random(7), [0, 1, 2]
         for _ in job.epochs(4):
             own.shuffle(order)
             mine = order[rank::2]
-            for _, start in job.steps(range(0, len(mine), 8)):
-                update(torch.stack([data[each][0] for each in mine[start : start + 8]]))
-        found["order"] = order
+            batches = [torch.stack([data[each][0] for each in mine[at : at + 8]]) for at in range(0, len(mine), 8)]
+            for _, x in job.steps(batches):
+                update(x * (1 + wheel[0]))
+                wheel.append(wheel.pop(0))
+        found |= {"order": order, "wheel": wheel}
     elif args.part == "late":
         for _ in job.epochs(3):
             for _, (x,) in job.steps(loader):

@@ -25,6 +25,19 @@ def digests(values: Iterable[Any], rows: Iterable[Any]) -> dict[str, dict[str, b
     return found
 
 
+def alike(start: Mapping[str, Mapping[str, bytes]], boundary: Mapping[str, Mapping[str, bytes]]) -> dict[str, Any]:
+    """The digests of both, and one that no value has for a variable whose values differ: what the script changes
+    between the start of an epoch and its first step boundary has no value that a later start gives it, too.
+    """
+    return {
+        scope: {
+            name: b"" if name in start.get(scope, {}) and start[scope][name] != digest else digest
+            for name, digest in (dict(start.get(scope, {})) | dict(boundary.get(scope, {}))).items()
+        }
+        for scope in start.keys() | boundary.keys()
+    }
+
+
 def changed(
     first: Mapping[str, Mapping[str, bytes]], values: Iterable[Any], rows: Iterable[Any]
 ) -> set[tuple[str, str]]:

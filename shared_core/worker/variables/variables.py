@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.events import console_once
-from shared_core.worker.variables.changes import changed, digests
+from shared_core.worker.variables.changes import alike, changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.expressions import Unfinished
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
@@ -165,7 +165,12 @@ class Variables:
         self._named: dict[str, Any] | None = None
         #: Variables, by scope and name, that are written as a stand-in.
         self._large: dict[tuple[str, str], type[Large]] = {}
+        #: Digests of the variables at the start of the first epoch, and at the first step boundary: of these two, what
+        #: has the same at both. ``_began``: of a step boundary, too.
         self._first: dict[str, dict[str, bytes]] | None = None
+        self._began = False
+        #: (scope, name) of what was put back from a checkpoint, on the way to its step boundary.
+        self._back = set[tuple[str, str]]()
         self._attached: list[str] = []
         self._hooks = HookTables()
         #: Attributes of what is of a class of torch among what is attached, by name, and how many there were.
@@ -349,8 +354,10 @@ class Variables:
         if boundary:
             self._writer.begins = False
             self._name_untold()
-            if self._first is None:
-                self._first = digests(*read_own(now))
+        if self._first is None or (boundary and not self._began):
+            here = digests(*read_own(now))
+            self._first = here if self._first is None else alike(self._first, here)
+            self._began = boundary
         data = self.data_sets.changed() if boundary else {}
         return {
             "now": now,
@@ -588,6 +595,9 @@ class Variables:
         begun = None if only is None else {scope for scope, _ in only}
         if origin != "checkpoint":
             only = None
+        elif only is not None:
+            only |= self._back  # else what has its first value again stays as it was put back before
+            self._back |= only
         told = [scope for scope, kind, *_ in values if kind == "told"]
         self._tell_tensors(told)
         self._tell_added(told, elsewhere=True)
@@ -642,7 +652,8 @@ class Variables:
         if origin == "same" and "settings" in stored:
             self._settings.put(stored["settings"])
         if boundary:
-            self._first = first
+            self._first, self._began = first, True
+            self._back.clear()
             # nothing else may keep the objects of both runs alive, such as iterators that the script drops
             self._untold = untold if untold.scopes else _Untold(None, origin)
         return ""
