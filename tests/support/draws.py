@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shared_core.errors import ConfigError
-from shared_core.faults.spec import ANY_STEP, FLIP_VALUE, FLIPS, KINDS, POINTS, Fault
+from shared_core.faults.spec import ANY_STEP, FLIP_VALUE, FLIPS, KINDS, POINTS, SLOW, Fault
 
 MODELS = ("mlp", "gan", "bn", "plain", "accelerate", "averages", "by-hand")
 #: Plain loops that change parameters outside updates.
 OUTSIDE = ("averages", "by-hand")
 #: A plain loop in which bits flip, too: replicas are compared, and batches computed again, at each update.
 CORRUPTED = "corrupted"
+#: Those in which workers also leave as planned, or are slow, each in so many of the runs.
+DRAINED, _BESIDES = ("plain", "accelerate"), 0.3
 #: Pipelines by name, with their stages; stages without replicas are rebuilt from logs.
 PIPELINES = {
     "pipeline-2x2": 2,
@@ -150,6 +152,7 @@ class Run:
     Attributes:
         copies: where workers wait until replacements have begun to copy the state; see :mod:`.copies`.
         cut: a machine that fails besides.
+        drained: who asks when that which rank leaves; see :data:`tests.support.report.DRAIN`.
     """
 
     number: int
@@ -157,6 +160,7 @@ class Run:
     faults: tuple[Fault, ...]
     copies: str = ""
     cut: Cut | None = None
+    drained: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def strikes(self) -> int:
@@ -164,7 +168,8 @@ class Run:
         return len(self.faults) + (self.cut is not None)
 
     def __str__(self) -> str:
-        return "; ".join(str(each) for each in (*self.faults, self.cut) if each is not None)
+        leaves = [f"rank {rank} leaves ({place})" for place, rank in self.drained.items()]
+        return "; ".join(str(each) for each in (*self.faults, self.cut, *leaves) if each is not None)
 
 
 def plan(
@@ -202,7 +207,16 @@ def plan(
         max_nth=_NTH[model],
         only={"validation": _VALIDATED.get(model, _VALIDATED_BY_LIGHTNING)},
     )
-    return Run(number, model, tuple(faults))
+    if model not in DRAINED:
+        return Run(number, model, tuple(faults))
+    besides = random.Random(f"{seed}/{number}/besides")
+    stay = sorted({*range(world_size)} - {fault.rank for fault in faults})
+    if stay and besides.random() < _BESIDES:
+        faults.append(Fault(besides.choice(stay), besides.randint(1, LAST_STRUCK), "forward", SLOW))
+    if besides.random() >= _BESIDES:
+        return Run(number, model, tuple(faults))
+    asks, batch, leaves = besides.randrange(world_size), besides.randint(1, LAST_STRUCK), besides.randrange(world_size)
+    return Run(number, model, tuple(faults), drained={f"{asks}:{batch}": str(leaves)})
 
 
 def _points(model: str) -> tuple[str, ...]:

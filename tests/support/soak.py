@@ -39,6 +39,7 @@ from tests.support.draws import (
 )
 from tests.support.namespaces import machines, unavailable
 from tests.support.plain import PlainLauncher
+from tests.support.report import DRAIN
 from tests.support.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
 from tests.support.warm import WarmLauncher
 
@@ -111,7 +112,7 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
         if rerouted and restarts:
             raise Mismatch(f"all started again, and each stage had a replica left\n{result.tail()}")
         if not rerouted and (not restarts or script != "pipe.py"):
-            check_survivors(result, reference)
+            check_survivors(result, reference, [event.rank for event in result.kinds("drained")])
     except Mismatch as error:
         return "FAILED", str(error)
     missed = unconfirmed(result)
@@ -247,7 +248,7 @@ def _execute(
     script, words = _job(run.model, args.how, args.world)
     words += ["--copies", run.copies] if run.copies else []
     out = ((args.keep or folder) / f"run-{run.number:04d}").resolve()
-    env = environment(args.device)
+    env = environment(args.device) | {DRAIN: json.dumps(dict(run.drained))}
     if run.model in PIPELINES:
         env |= {
             "SWIFT_RECOVERY_CHECKPOINT_DIR": str(out / "checkpoints"),
