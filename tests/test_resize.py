@@ -65,6 +65,8 @@ def test_the_others_continue(name: str, jobs: Jobs) -> None:
     result = run(jobs, faults, *args)
     check_exact(result, 3 - len(faults))
     assert result.kinds("resize")[-1].fields["workers"] == 3 - len(faults)
+    said = "variables begin again as the script makes them: `counted` (resize.py:"
+    assert (said in result.stderr) == (faults[0].step > 1 and "world" not in args), result.tail()
 
 
 #: With updates overlapped with communication: survivors have updated a part of the parameters.

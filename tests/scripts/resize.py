@@ -138,6 +138,7 @@ def main() -> None:
     torch.manual_seed(dist_rank)
     job = shared_core.attach(ddp, *optimizers, loader)
     seen = job.register(losses=[], exact=[], worlds=[], used=[], total=0.0, batches=0)
+    counted = 0  # begins again with another number of workers
     for epoch in job.epochs(200):
         sampler.set_epoch(epoch)
         for _, (indices, x) in job.steps(loader):
@@ -155,6 +156,7 @@ def main() -> None:
             dist.all_reduce(total)
             seen.total += total.item() / world
             seen.batches += 1
+            counted += 1
         seen.losses.append(seen.total / seen.batches)
         times = whole(model.uses.detach())
         seen.exact.append(bool((times == epoch + 1).all()))
@@ -163,7 +165,7 @@ def main() -> None:
         seen.total, seen.batches = 0.0, 0
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break
-    report.finish(training_digest(model, optimizers, [], {}), **vars(seen), first=FIRST.parameters)
+    report.finish(training_digest(model, optimizers, [], {}), **vars(seen), counted=counted, first=FIRST.parameters)
     group = end_group()
     if args.last == dist_rank and report.who["incarnation"] == 0:
         here = worker_env.env()

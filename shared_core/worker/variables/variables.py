@@ -8,7 +8,7 @@ import time
 import types
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
@@ -63,6 +64,10 @@ OFF = "SWIFT_TEST_NO_VARIABLES"
 #: The user is told what captures cost when so many have taken longer than this, in seconds.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
+#: What the loop puts back, or makes for the new number of workers.
+_OF_DATA = (Sampler, DataLoader, Dataset)
+#: Variables that one message names.
+_MOST_NAMED = 8
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 #: So many iterators of C that a framework draws from are remembered.
 _SOURCES = 16
@@ -591,8 +596,10 @@ class Variables:
             return ""
         values, rows = loads(stored["now"], cyclic=True)
         first = stored["first"]
-        only = changed(first, values, rows) if first is not None and (origin == "checkpoint" or boundary) else None
+        only = changed(first, values, rows) if first is not None and (origin != "same" or boundary) else None
         begun = None if only is None else {scope for scope, _ in only}
+        if origin == "other" and only:
+            self._tell_reset(only, values, rows)
         if origin != "checkpoint":
             only = None
         elif only is not None:
@@ -657,6 +664,26 @@ class Variables:
             # nothing else may keep the objects of both runs alive, such as iterators that the script drops
             self._untold = untold if untold.scopes else _Untold(None, origin)
         return ""
+
+    def _tell_reset(self, moved: Collection[tuple[str, str]], values: Iterable[Any], rows: Iterable[Any]) -> None:
+        """Tell the user which variables that training had changed have other values here."""
+        scopes = self._find(sys._getframe(1))
+        theirs, mine = digests(values, rows), digests(*read_own(self._write(scopes)))
+        names = [
+            f"`{name}` ({scope.where})"
+            for scope in scopes
+            if scope.kind not in ("told", "hooks")
+            for name, value in zip(scope.names.names, scope.values, strict=True)
+            if (scope.name, name) in moved and value is not Unbound and not isinstance(value, _OF_DATA)
+            if mine[scope.name].get(name) != theirs[scope.name][name]
+        ]
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
+            self._tell(
+                "reset",
+                f"with other workers than before, variables begin again as the script makes them: "
+                f"{', '.join(names[:_MOST_NAMED])}{more}. What job.register() was given continues (docs/elasticity.md)",
+            )
 
     def _put_told(self, scope: Scope) -> None:
         """The framework tells of this only now: put back what the failed worker held in it."""
