@@ -300,7 +300,7 @@ class Scopes:
                 yield found
 
     def _plan(self, name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
-        alive = None if frame is None else live(frame.f_code, frame.f_lasti)
+        alive = None if frame is None else live(frame.f_code, frame.f_lasti, own)
         if frame is not None and alive is not None:
             alive |= names_read(frame.f_code, frame.f_lasti)
         names: list[str] = []
@@ -334,7 +334,7 @@ class Scopes:
         key = (id(code), frame.f_lasti)
         known = self._frames.get(key)
         if known is None:
-            alive = live(code, frame.f_lasti)
+            alive = live(code, frame.f_lasti, {**frame.f_globals, **frame.f_locals})
             every = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
             if alive is not None:
                 alive |= names_read(code, frame.f_lasti)
