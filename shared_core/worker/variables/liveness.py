@@ -15,7 +15,8 @@ _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
 _JUMP_CODES = frozenset((*dis.hasjrel, *dis.hasjabs))
-_CALLS = frozenset({"PUSH_NULL", "KW_NAMES", "PRECALL", "CALL", "CALL_KW"})
+_CALLS = frozenset({"PRECALL", "CALL", "CALL_KW"})
+_OF_CALLS = frozenset({"PUSH_NULL", "KW_NAMES", "LOAD_CONST"})
 #: None of what these packages give to ``with`` ends an exception. Other objects may, as ``contextlib.suppress`` does.
 _NEVER_SUPPRESS = frozenset({"torch", "accelerate", "tqdm"})
 
@@ -77,11 +78,21 @@ def _live(code: CodeType, last: int, held: Mapping[str, Any]) -> frozenset[str] 
 
 def _never_suppresses(instructions: list[dis.Instruction], body: int, held: Mapping[str, Any]) -> bool:
     """Whether the body of a ``with`` begins here that lets each exception pass: by what its names hold now."""
-    if body < 2 or instructions[body - 1].opname != "BEFORE_WITH" or (at := instructions[body - 2].positions) is None:
+    enter = body - 1
+    if instructions[enter].opname != "BEFORE_WITH" or instructions[body].is_jump_target:
         return False
-    names: list[str] = []
-    for each in reversed(instructions[: body - 1]):
-        if each.positions is None or each.positions[::2] != at[::2]:
+    at = instructions[enter].offset
+    jumps = [i for i, each in enumerate(instructions) if each.opcode in _JUMP_CODES and each.argval == at]
+    return all(_lets_pass(instructions[:end], held) for end in (enter, *jumps))
+
+
+def _lets_pass(instructions: list[dis.Instruction], held: Mapping[str, Any]) -> bool:
+    """Whether the last of them have loaded what never ends an exception: names, attributes of it, perhaps a call."""
+    at, names = instructions[-1].positions, list[str]()
+    for each in reversed(instructions):
+        if at is None or each.positions is None:
+            return False
+        if each.positions[::2] != at[::2] or each.opname in _OF_CALLS:
             continue  # an argument
         if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             names.append(each.argval)
