@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -51,7 +51,8 @@ def _live(code: CodeType, last: int, held: Mapping[str, Any]) -> frozenset[str] 
     goes_on: set[int] = set()
     stored = {name for each in instructions if each.offset > last for name in _effect(each)[1]}
     known = {name: value for name, value in held.items() if name not in stored}
-    for entry in _handlers(code):
+    bytecode: Any = dis.Bytecode(code)  # its exception table is public, but not in the stubs
+    for entry in bytecode.exception_entries:
         if _never_suppresses(instructions, index[entry.start], known):
             goes_on.add(index[entry.target])
         for number, each in enumerate(instructions):
@@ -114,13 +115,6 @@ def _reads_all(code: CodeType) -> bool:
     if READS_ALL.isdisjoint(code.co_names):
         return False
     return any(each.opname in _LOADS and each.argval in READS_ALL for each in dis.get_instructions(code))
-
-
-def _handlers(code: CodeType) -> Iterable[Any]:
-    """Entries of the exception table: public, but not in the stubs."""
-    bytecode: Any = dis.Bytecode(code)
-    found: Iterable[Any] = bytecode.exception_entries
-    return found
 
 
 def _inside(code: CodeType) -> Iterator[CodeType]:
