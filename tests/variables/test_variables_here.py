@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,7 @@ def test_only_what_may_be_read_is_state() -> None:
         batch = count = dead = 0
         for batch in range(2):
             frame = sys._getframe()
-            found.append(live(frame.f_code, frame.f_lasti))
+            found.append(live(frame.f_code, frame.f_lasti, frame.f_globals))
             dead = batch
             count += dead
         nn.Linear(1, 1).eval()  # is not the function of that name
@@ -92,10 +93,46 @@ def test_only_what_may_be_read_is_state() -> None:
     assert alive is not None and {"count", "batch", "found"} <= alive and "dead" not in alive
 
 
+def test_what_a_with_cannot_leave_unwritten_is_no_state() -> None:
+    def script(context: Any) -> frozenset[str] | None:
+        found, outputs, kept = [], None, None
+        for batch in range(2):
+            frame = sys._getframe()
+            found.append(live(frame.f_code, frame.f_lasti, {**frame.f_globals, **frame.f_locals}))
+            with torch.autocast("cpu", enabled=batch > 5), torch.no_grad():
+                outputs = batch
+            with context:
+                kept = batch
+            print(outputs, kept)
+        return found[0]
+
+    passing = script(nullcontext())
+    assert passing is not None and not {"outputs", "kept"} & passing
+
+
+def test_what_a_with_that_ends_exceptions_may_leave_is_state() -> None:
+    """The control: these are then read as they were."""
+
+    def script(context: Any) -> frozenset[str] | None:
+        found, kept, other = [], None, None
+        for batch in range(2):
+            frame = sys._getframe()
+            found.append(live(frame.f_code, frame.f_lasti, {**frame.f_globals, **frame.f_locals}))
+            with context:
+                kept = 1 // batch
+            with context if batch < 5 else nullcontext():
+                other = 1 // batch
+            print(kept, other)
+        return found[0]
+
+    found = script(suppress(ZeroDivisionError))
+    assert found is not None and {"kept", "other"} <= found
+
+
 def test_all_may_be_read_where_they_are_named_in_a_text() -> None:
     def script() -> frozenset[str] | None:
         frame = sys._getframe()
-        alive = live(frame.f_code, frame.f_lasti)
+        alive = live(frame.f_code, frame.f_lasti, {})
         eval("alive")
         return alive
 

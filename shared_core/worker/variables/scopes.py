@@ -300,9 +300,7 @@ class Scopes:
                 yield found
 
     def _plan(self, name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
-        alive = None if frame is None else live(frame.f_code, frame.f_lasti)
-        if frame is not None and alive is not None:
-            alive |= names_read(frame.f_code, frame.f_lasti)
+        alive = None if frame is None else _alive(frame)
         names: list[str] = []
         classes: list[_Class] = []
         functions: list[str] = []
@@ -334,10 +332,8 @@ class Scopes:
         key = (id(code), frame.f_lasti)
         known = self._frames.get(key)
         if known is None:
-            alive = live(code, frame.f_lasti)
+            alive = _alive(frame)
             every = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
-            if alive is not None:
-                alive |= names_read(code, frame.f_lasti)
             names = Names(each for each in every if (alive is None or each in alive) and not each.startswith("."))
             known = self._frames[key] = names, f"{Path(code.co_filename).name}:{frame.f_lineno}"
             self.given.look(code, frame.f_globals)
@@ -349,6 +345,11 @@ class Scopes:
             values = [own.get(each, Unbound) for each in names.names]
         _let_go(own, code)
         return Scope(name, "frame", where, names, values, frame)
+
+
+def _alive(frame: types.FrameType) -> frozenset[str] | None:
+    found = live(frame.f_code, frame.f_lasti, {**frame.f_globals, **frame.f_locals})
+    return found if found is None else found | names_read(frame.f_code, frame.f_lasti)
 
 
 def _let_go(own: dict[str, Any], code: types.CodeType) -> None:

@@ -436,11 +436,13 @@ class Variables:
                 break
             total -= size
             self._large[scope_name, name] = Large
+            apart = isinstance((self._named or {}).get(f"{scope_name} {name}"), nn.Module)
+            mend = f"If nothing depends on it, write job.ignore({name!r})"
             self._tell(
                 name,
                 f"the variable {name!r} ({where}) is too large to be published at each step (the limit for all is "
                 f"{LIMIT >> 20} MiB): a worker that fails after it has changed is not replaced, and all go back to the "
-                f"checkpoint. If nothing depends on it, write job.ignore({name!r})",
+                f"checkpoint. {'Attach this model beside the trained one' if apart else mend}",
             )
 
     def _sizes(self, scopes: list[Scope]) -> list[tuple[int, str, str, str]]:
