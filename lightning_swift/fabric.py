@@ -267,7 +267,7 @@ class FabricLoop:
             yield from self.loop.steps(given)
             return
         job.make_own_standby()
-        inside = getattr(given, "iterable", given)  # of a progress bar
+        inside = given if isinstance(given, Iterator) else getattr(given, "iterable", given)  # of a progress bar
         if isinstance(inside, compat.FabricLoader):
             self._known()
             read = compat.begin_pass(inside)

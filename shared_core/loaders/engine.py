@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +65,12 @@ class Script(Protocol):
     def as_then(self, captured: dict[str, Any]) -> AbstractContextManager[None]:
         """Inside they are as they were then."""
 
+    def plain_in(self, frame: types.FrameType) -> dict[str, Any]:
+        """Variables of a function that hold numbers, text or None."""
+
+    def put_in(self, frame: types.FrameType, values: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`plain_in`."""
+
 
 class _Notary:
     def __init__(self, orders: Orders) -> None:
@@ -107,6 +114,13 @@ def kind_of(loader: Any, mode: str) -> LoaderKind:
 def _says_where_in_workers(stream: Any) -> bool:
     """Whether each loader worker's copy of a stream can tell its place; torch itself changes pipes in the workers."""
     return has_state(stream) and not isinstance(stream, IterDataPipe)
+
+
+def _frames(inner: Iterator[Any]) -> Iterator[types.FrameType]:
+    item = getattr(getattr(inner, "_dataset_fetcher", None), "dataset_iter", inner)
+    while isinstance(item, types.GeneratorType) and item.gi_frame is not None:
+        yield item.gi_frame
+        item = item.gi_yieldfrom
 
 
 class Engine:
@@ -359,6 +373,20 @@ class Engine:
     def where(self) -> Any:
         """A copy of the state of the loader or its data set that tells its place; None if neither can."""
         return copy.deepcopy(self.says_where.state_dict()) if self.says_where is not None and self.in_process else None
+
+    def suspended(self, inner: Iterator[Any]) -> list[dict[str, Any]]:
+        """Plain variables of the generators that a stream is read from in this process. They are not a function of the
+        items: when these are read again, the model, or what a generator has given by reference, is further on.
+        """
+        if self._script is None or not (self.stream and self.in_process):
+            return []
+        return [self._script.plain_in(frame) for frame in _frames(inner)]
+
+    def put_suspended(self, inner: Iterator[Any], values: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of :meth:`suspended`, once the same items are read again."""
+        if self._script is not None:
+            for frame, own in zip(_frames(inner), values, strict=False):
+                self._script.put_in(frame, own)
 
     def go_to(self, where: Any) -> None:
         """Inverse of :meth:`where`."""

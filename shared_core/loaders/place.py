@@ -38,6 +38,7 @@ class ReadingRecord:
         contents: what is read, as far as it shows; None where nobody has looked.
         numbers: start, stop and step of a ``range``; None for anything else.
         held: the script's variables when loader workers were started; empty where none were.
+        suspended: plain variables of the generators that a stream is read from.
         redrawn: the script has changed what the sampler holds since the pass began.
     """
 
@@ -63,6 +64,7 @@ class ReadingRecord:
     contents: str | None = None
     numbers: list[Any] | None = None
     held: dict[str, Any] = field(default_factory=dict)
+    suspended: list[dict[str, Any]] = field(default_factory=list)
     redrawn: bool = False
 
     def plain(self) -> dict[str, Any]:

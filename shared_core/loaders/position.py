@@ -131,6 +131,7 @@ class Position(Iterator[Any]):
             # do so only once, at the start, which nobody can see.
             begun = record.delivered > self._ahead and not record.fetches
             record.stream = self._where() if begun else None
+        record.suspended = engine.suspended(self.inner) if self.inner is not None and record.stream is None else []
         return record
 
     def _look_at_sampler(self) -> None:

@@ -135,6 +135,7 @@ class _Replay:
         if reached[2] is not None:
             reached[2].arrive()
         self._compare()
+        engine.put_suspended(inner, record.suspended)
         if record.exhausted:
             next(inner, None)
         return reached

@@ -244,6 +244,21 @@ class TrackedLoader:
         write_random(random)
 
 
+class _Once:
+    """What a progress bar is given to read. What begins again at the end is none: its passes cannot be told apart."""
+
+    def __init__(self, position: Iterator[Any]) -> None:
+        self._left = [position]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._left:
+            raise Unsupported(
+                "what job.steps() was given reads its loader again at the end: give job.steps() the loader itself, in "
+                "each epoch anew (docs/loops.md)"
+            )
+        return self._left.pop()
+
+
 class Pass:
     """One pass of a script over what it iterates.
 
@@ -276,7 +291,7 @@ class Pass:
         if self._stream is None:
             self._stream = self.position
             if self._bar:
-                self._given.iterable = self.position
+                self._given.iterable = _Once(self.position)
                 self._stream = iter(self._given)
         return next(self._stream)
 
@@ -343,7 +358,7 @@ class Loaders:
     def begin(self, given: Any, epoch: int) -> Pass:
         """The script begins a pass. Raises Unsupported if ``given`` reads from an iterator of other passes, too."""
         loader = given
-        if not isinstance(given, DataLoader) and "iterable" in getattr(given, "__dict__", {}):
+        if not isinstance(given, (DataLoader, Iterator)) and "iterable" in getattr(given, "__dict__", {}):
             loader = given.iterable
         for key, tracked in (*self._attached.items(), *self._found.items()):
             if tracked.loader.wrapped is loader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from shared_core import waiting
+from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.loaders import read_random, wrap_loader
 from shared_core.loaders.contents import summed
@@ -21,6 +23,8 @@ from shared_core.loaders.engine import LoaderKind, kind_of
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import Way
 from shared_core.loaders.reshard import divide, order_name, taken_up, used
+from shared_core.loaders.tracked import Loaders
+from shared_core.worker.variables.variables import Variables
 
 EPOCHS = 3
 #: Kinds that change with each batch what nobody can put back: all is read again, for which the model must not draw from
@@ -108,6 +112,65 @@ def test_a_sampler_that_draws_otherwise_than_in_the_failed_worker_is_refused(cha
             next(own)
     else:
         assert not set(torch.cat(given).tolist()) & set(next(own).tolist())
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "control"])
+def test_what_a_generator_has_seen_of_the_model_is_as_in_the_failed_worker(told: bool) -> None:
+    model, ended = [0], []
+
+    class Played:
+        def __iter__(self) -> Any:
+            seen = model[0]
+            yield from range(6)
+            ended.append(seen)
+
+    failed, replacement = (
+        wrap_loader(Played(), lazy=lazy, script=Variables(0) if told else None) for lazy in (False, True)
+    )
+    position = iter(failed)
+    given = [next(position) for _ in range(3)]
+    state = failed.state(position)
+    model[0] = 1
+    own = iter(replacement)
+    replacement.restore(state, own)
+    assert [*given, *own] == list(range(6)) and ended == [0 if told else 1]
+
+
+class Cycle:
+    """Begins again at the end; ``Endless`` is its own iterator."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable, self.passes = iterable, 0
+        self.inner = iter(iterable)
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.iterable
+            self.passes += 1
+
+
+class Endless(Cycle):
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.inner)
+        except StopIteration:
+            self.inner, self.passes = iter(self.iterable), self.passes + 1
+            return next(self.inner)
+
+
+@pytest.mark.parametrize("cls", [Cycle, Endless])
+def test_what_begins_again_at_the_end_is_no_progress_bar(cls: Any) -> None:
+    worker: Any = SimpleNamespace(rank=0, joining=False, orders=None, variables=None, reroutes=False)
+    begun = Loaders(worker, SwiftConfig()).begin(cls(DataLoader(range(4), 2)), 0)
+    first = [begun.next().tolist() for _ in range(2)]
+    if cls is Cycle:
+        with pytest.raises(Unsupported, match="reads its loader again"):
+            begun.next()
+    else:
+        assert [begun.next().tolist() for _ in range(2)] == first
 
 
 @pytest.mark.parametrize("name", ["plain", "lazy", "reading"])

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from shared_core.errors import CorruptFile, RecoveryFailed
 from shared_core.pipeline.compat import OF_MODULES
-from shared_core.worker.variables import data_sets, writer
+from shared_core.worker.variables import data_sets, graft, writer
 from shared_core.worker.variables.liveness import live
 from shared_core.worker.variables.scopes import import_again
 from shared_core.worker.variables.variables import Origin, Variables
@@ -74,6 +75,50 @@ class Hostile:
         raise AssertionError
 
     __reduce_ex__ = __reduce__ = __getstate__ = __setstate__ = __eq__ = __hash__ = __setattr__  # type: ignore
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made", "control"])
+def test_a_metric_that_is_copied_in_the_loop_is_made_again(made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not made:
+        monkeypatch.setattr(graft, "_makes_the_rest", lambda cls: False)
+
+    def script(again: bool) -> Any:
+        metric, kept = MeanMetric(), []
+        for step in steps(again):
+            if step % 2 == 0:
+                kept.append(metric.clone())
+            for each in (metric, *kept):
+                each.update(float(step))
+        return [(each.compute().item(), each.update_count) for each in kept]
+
+    first, second, refused = both(script)
+    assert (refused == "" and first == second) if made else "_update_signature" in refused
+
+
+class Shared:
+    """As a wrapper of torchmetrics: its state is at first the default itself."""
+
+    def __init__(self) -> None:
+        self.defaults = {"seen": torch.zeros(2)}
+        self.seen = self.defaults["seen"]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "control"])
+def test_what_does_not_count_is_not_changed_by_another_name(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kept:
+        monkeypatch.setattr(graft.Graft, "keep", lambda *_: None)
+
+    def script(again: bool) -> Any:
+        variables, held = Variables(0), Shared()
+        variables.leave(Shared, {"defaults"})
+        variables.ignore("held")
+        variables.tell("metric", held)
+        for _ in steps(again, variables=variables):
+            held.seen = held.seen + 1
+        return held.seen.tolist(), held.defaults["seen"].tolist()
+
+    first, second, refused = both(script)
+    assert not refused and (first == second) is kept
 
 
 def test_only_what_may_be_read_is_state() -> None:

@@ -37,6 +37,7 @@ from shared_core.worker.variables.kinds import (
     kind_of,
     name_of,
     numbers_of_c,
+    of_libraries,
     slots_of,
 )
 from shared_core.worker.variables.scopes import script_frames
@@ -128,6 +129,8 @@ class Graft:
         self._owners: list[tuple[Any, Any, str]] = []
         self._classes: list[tuple[Any, str]] = []
         self._paths: dict[Any, str] = {}
+        #: Descriptions of what the class of an object gives it, by attribute.
+        self._rest: dict[Any, dict[str, Any]] = {}
         self._whole = ""
         self.differences: list[Difference] = []
 
@@ -153,6 +156,10 @@ class Graft:
                 else:
                     self._here[id(new)] = MISSING
                     todo.extend(reversed(list(self._pairs(new, MISSING, path))))
+
+    def keep(self, things: Iterable[Any]) -> None:
+        """Call before :meth:`match`: nobody puts these back. What a variable shows of them here gets another object."""
+        self._claimed.update((id(each), each) for each in things)
 
     def match_owners(self) -> None:
         """Call after all :meth:`match`: what only parts of it are held by variables."""
@@ -244,6 +251,11 @@ class Graft:
             keys = [key for key, _ in parts[0]] if kind == "dict" else parts[0]
             self._know_identities(keys, () if here is MISSING else here, path)
         theirs = {self._ids.get(key, key): value for key, value in _children(kind, parts).items()}
+        if kind in ("object", "module") and here is MISSING and _makes_the_rest(cls):
+            rows = {key: self._rows[each.number] for key, each in theirs.items() if isinstance(each, Numbered)}
+            rest = {key: row for key, row in rows.items() if isinstance(key, str) and _is_of_the_rest(*row[1:])}
+            self._rest[new] = {key.removeprefix("."): row for key, row in rest.items()}
+            theirs = {key: each for key, each in theirs.items() if key not in rest}
         held = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
         for key, value in theirs.items():
             other = MISSING if held is MISSING else held.get(key, MISSING)
@@ -426,6 +438,8 @@ class Graft:
                 here = _blank(of, kind, cls, parts)
             made = self._filled[new] = here
             self._fill_container(kind, made, parts, self._paths.get(new, ""))
+            if rest := self._rest.get(new):
+                _make_the_rest(made, rest)
 
     def _fill_in_place(self, kind: str, here: Any, parts: list[Any]) -> None:
         """What can only be changed, not made."""
@@ -768,6 +782,30 @@ def _made_of_code(name: str, mark: int) -> Any:
             return types.FunctionType(each, vars(sys.modules[module]))
         todo += [one for one in each.co_consts if isinstance(one, types.CodeType)]
     return MISSING
+
+
+def _is_of_the_rest(kind: str, cls: str, *parts: Any) -> bool:
+    """Whether an object of a library may be given this by its own ``__setstate__``, as by ``copy.deepcopy``."""
+    if kind == "function":  # that wraps a method of its own
+        return "." in parts[0].partition(":")[2] and "<" not in parts[0]
+    return kind in ("opaque", "ignored") or (kind == "fixed" and not any(parts[:2]))
+
+
+def _makes_the_rest(cls: str) -> bool:
+    found = getattr(_look_up(cls), "__setstate__", None)
+    ours = isinstance(found, types.FunctionType) and found.__module__.partition(".")[0] != "torch"
+    return ours and of_libraries(found.__code__.co_filename)  # type: ignore[union-attr]
+
+
+def _make_the_rest(made: Any, rest: Mapping[str, Any]) -> None:
+    """What no description makes, such as the wrapped methods of a metric of torchmetrics."""
+    own = {name: value for name, value in vars(made).items() if name not in rest}
+    vars(made).clear()
+    made.__setstate__(own)
+    for name, (_, kind, cls, *parts) in rest.items():
+        found = vars(made).get(name, MISSING)
+        if name_of(type(found)) != cls or (kind == "function" and name_of(found) != parts[0]):
+            raise RecoveryFailed(f"a {short(name_of(type(made)))} has no {name!r} when it is made again")
 
 
 def _is_identity(key: Any) -> bool:

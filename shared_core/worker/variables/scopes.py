@@ -76,7 +76,7 @@ class Scope:
 
     def put(self, changed: Mapping[str, Any]) -> None:
         if isinstance(self.holder, types.FrameType):
-            _put_locals(self.holder, changed)
+            put_locals(self.holder, changed)
         elif isinstance(self.holder, type):
             for name, value in changed.items():
                 type.__setattr__(self.holder, name, value)
@@ -93,6 +93,12 @@ class ToldVariables:
     def __init__(self, name: str, thing: Any, leaves: Container[str]) -> None:
         self._name, self._own, self._leaves = name, vars(thing), leaves
         self._size, self._names = -1, Names(())
+
+    def left(self, besides: Container[str]) -> Iterator[Any]:
+        """What dictionaries hold whose names do not count; ``besides``: of these nothing."""
+        for name, held in self._own.items():
+            if type(held) is dict and name in self._leaves and name not in besides:
+                yield from held.values()
 
     def scope(self) -> Scope:
         own = self._own
@@ -373,7 +379,7 @@ def _has_state(function: types.FunctionType, module: str) -> bool:
     return held and function.__module__ == module
 
 
-def _put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
+def put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
     values = frame.f_locals
     values.update(changed)
     if not _WRITES_THROUGH:

@@ -43,6 +43,7 @@ from shared_core.worker.variables.scopes import (
     ToldVariables,
     import_again,
     let_go,
+    put_locals,
     script_frames,
 )
 from shared_core.worker.variables.settings import ProcessSettings
@@ -68,6 +69,8 @@ _ATOMS = (bool, int, float, str, bytes, type(None))
 _OF_DATA = (Sampler, DataLoader, Dataset)
 #: Variables that one message names.
 _MOST_NAMED = 8
+#: Longer texts in a generator are left alone: it has read them.
+_TEXTS, _TEXT = (str, bytes), 256
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 #: So many iterators of C that a framework draws from are remembered.
 _SOURCES = 16
@@ -322,6 +325,17 @@ class Variables:
         if self._off:
             return {}
         return self._held[0] if self._held is not None else self._capture(sys._getframe(1), boundary)
+
+    def plain_in(self, frame: types.FrameType) -> dict[str, Any]:
+        """See :class:`shared_core.loaders.engine.Script`."""
+        own = frame.f_locals
+        plain = {k: v for k, v in own.items() if type(v) in _ATOMS and (type(v) not in _TEXTS or len(v) <= _TEXT)}
+        let_go(frame)
+        return plain
+
+    def put_in(self, frame: types.FrameType, values: Mapping[str, Any]) -> None:
+        """See :class:`shared_core.loaders.engine.Script`."""
+        put_locals(frame, values)
 
     def capture_now(self) -> dict[str, Any]:
         """As :meth:`capture`, for :meth:`as_then`: also where what was put back has not taken effect yet."""
@@ -620,6 +634,8 @@ class Variables:
         identities = dict(zip(theirs, map(id, self._parts.values()), strict=True)) if same else {}
         named = self._named | self._parts | self._writer.memory.named()
         graft = Graft(rows, self._writer, named, identities, edited=origin == "checkpoint")
+        for _, own in self._told.values():
+            graft.keep(each for each in own.left(MODULE_PARTS) if isinstance(each, (torch.Tensor, list)))
         todo: list[_Change] = []
         untold = _Untold(graft, origin)
         for scope_name, kind, where, names, held in values:
