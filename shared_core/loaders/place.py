@@ -38,6 +38,7 @@ class ReadingRecord:
         contents: what is read, as far as it shows; None where nobody has looked.
         numbers: start, stop and step of a ``range``; None for anything else.
         held: the script's variables when loader workers were started; empty where none were.
+        models: checksums of tensors of models that loader workers have called, as they were then.
         redrawn: the script has changed what the sampler holds since the pass began.
     """
 
@@ -63,6 +64,7 @@ class ReadingRecord:
     contents: str | None = None
     numbers: list[Any] | None = None
     held: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, int] = field(default_factory=dict)
     redrawn: bool = False
 
     def plain(self) -> dict[str, Any]:
@@ -192,6 +194,7 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "contents": None,
             "numbers": None,
             "held": {},
+            "models": {},
         }
         for each in state["iterations"]
     ]

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import get_worker_info
 
+from shared_core.loaders.contents import summed
 from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.randomness import RawRandom, changed, restore_raw, write_random
@@ -36,10 +39,11 @@ class Note:
             read: as plain data, without what is unchanged since the worker started.
         changed: what reading the batch changed that cannot be put back; empty if nothing.
         times: batches so far whose reading did so.
+        models: checksums of tensors of models that were called for the first time.
     """
 
-    def __init__(self, state: dict[str, Any], changed: str, times: int, worker: int) -> None:
-        self.state, self.changed, self.times, self.worker = state, changed, times, worker
+    def __init__(self, state: dict[str, Any], changed: str, times: int, worker: int, models: Mapping[str, int]) -> None:
+        self.state, self.changed, self.times, self.worker, self.models = state, changed, times, worker, models
 
 
 class ToldReads(list[Any]):
@@ -63,13 +67,18 @@ class ReaderStart:
 
 class Reader:
     """Stands for data set, ``collate_fn`` and ``worker_init_fn`` of a loader, in its worker processes.
-    ``get_worker_info()`` shows the user's data set.
+    ``get_worker_info()`` shows the user's data set. ``tensors`` are names of those of the script's models, by identity.
     """
 
     def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any], worker_init_fn: Callable[[int], Any] | None
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        worker_init_fn: Callable[[int], Any] | None,
+        tensors: Mapping[int, str],
     ) -> None:
         self._dataset, self._collate_fn, self._init_fn = dataset, collate_fn, worker_init_fn
+        self._tensors, self._called, self._sums = tensors, set[int](), dict[str, int]()
         self._has_state = has_state(dataset)
         self._times = 0
 
@@ -77,6 +86,7 @@ class Reader:
         """The ``worker_init_fn``."""
         # Versions of torch forbid this in different ways; the user's code must see its own data set.
         object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        register_module_forward_pre_hook(self._call)
         if self._init_fn is not None:
             self._init_fn(worker)
         self._look_around()
@@ -90,9 +100,17 @@ class Reader:
         if what:
             self._times += 1
             self._look_around()
-        return ToldReads([batch, Note(self._state(), what, self._times, self._number)])
+        models, self._sums = self._sums, {}
+        return ToldReads([batch, Note(self._state(), what, self._times, self._number, models)])
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _call(self, module: nn.Module, _: Any) -> None:
+        """A model is called, with tensors as they were when this process was started."""
+        if id(module) not in self._called:
+            self._called.add(id(module))
+            tensors = {self._tensors.get(id(each)): each for each in (*module.parameters(), *module.buffers())}
+            self._sums |= {name: summed(each, 0) for name, each in tensors.items() if name is not None}
 
     def _look_around(self) -> None:
         self._owned = OwnedState({"dataset": self._dataset, "collate_fn": self._collate_fn})
@@ -163,9 +181,15 @@ class StreamReader(Reader):
     """
 
     def __init__(
-        self, dataset: Any, collate_fn: Any, worker_init_fn: Any, size: int, starts: Iterable[ReaderStart]
+        self,
+        dataset: Any,
+        collate_fn: Any,
+        worker_init_fn: Any,
+        tensors: Mapping[int, str],
+        size: int,
+        starts: Iterable[ReaderStart],
     ) -> None:
-        super().__init__(dataset, collate_fn, worker_init_fn)
+        super().__init__(dataset, collate_fn, worker_init_fn, tensors)
         self._size, self._starts = size, deque(starts)
         self._ended = False
 

@@ -162,7 +162,7 @@ class _Replay:
         if record.contents not in (None, here := engine.contents):
             raise Unsupported(_OTHER_CONTENTS.format(engine.place[1], here, record.contents))
         engine.take_numbers(record.numbers)
-        inner = engine.start(ReadingRecord(epoch=record.epoch, held=record.held), follow)
+        inner = engine.start(ReadingRecord(epoch=record.epoch, held=record.held, models=record.models), follow)
         return record, inner, engine.drawing, []
 
     def _follow(self) -> Follow:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
-from shared_core.loaders.engine import Orders, Script
+from shared_core.loaders.engine import Orders, OtherModel, Script
 from shared_core.loaders.place import ReadingRecord, draws_otherwise, from_origin, of_a_peer
 from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import generator_state, read_random, write_random
@@ -217,7 +217,15 @@ class TrackedLoader:
         if state["live"]:
             self._pending = state
         else:  # nobody had begun to read it: what the script gave it in both processes stays
-            self.loader.restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
+            self._restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
+
+    def _restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None) -> None:
+        try:
+            self.loader.restore(state, position)
+        except OtherModel as why:  # a start from a checkpoint ends with it
+            if self._worker.origin == "same":
+                self._worker.fall_back(str(why))
+            raise
 
     @property
     def continues(self) -> bool:
@@ -240,7 +248,7 @@ class TrackedLoader:
         """
         fall_back_if_redrawn(self._worker, state)
         random = read_random()  # of the step boundary; reading items again draws from the generators
-        self.loader.restore(from_origin(state, self._worker.origin), position)
+        self._restore(from_origin(state, self._worker.origin), position)
         write_random(random)
 
 
