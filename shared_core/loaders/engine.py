@@ -278,8 +278,8 @@ class Engine:
         if (here := self._sums(models)) != models:
             name = next(name for name in models if here.get(name) != models[name])
             raise OtherModel(
-                f"rank {self.place[1]}: loader workers call a model ({name}), with the values that it had when they were "
-                "started, which a replacement cannot have any more. Call it in the training step, or read with "
+                f"rank {self.place[1]}: loader workers call a model ({name}), with the values that it had when they "
+                "were started, which a replacement cannot have any more. Call it in the training step, or read with "
                 "num_workers=0 (docs/loops.md)"
             )
 

@@ -96,7 +96,6 @@ IGNORED = (
     types.CodeType,
     types.FrameType,
     types.TracebackType,
-    sqlite3.Connection,
     sqlite3.Cursor,
     type(csv.writer(io.StringIO())),
     type(...),
