@@ -285,7 +285,7 @@ class Engine:
 
     def _reader(self, follow: Follow) -> Reader:
         loader, tensors = self.loader, self._script.tensors() if self._script is not None else {}
-        names = {id(each): name for name, each in reversed(tensors.items())}
+        names = {id(each): name for name, each in reversed(list(tensors.items()))}
         given = loader.dataset, loader.collate_fn, loader.worker_init_fn, names
         return StreamReader(*given, loader.batch_size or 1, follow.starts) if self.stream else MapReader(*given)
 

@@ -178,13 +178,14 @@ class Graft:
     def _pairs(self, new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
         if isinstance(new, dict):
             held: Mapping[Any, Any] = {} if old is MISSING else old
-            classes: dict[str, Any] = {}
+            classes: dict[str, tuple[Any, Any]] = {}
             if any(isinstance(key, Numbered) for key in new):
-                classes = {name_of(key): value for key, value in held.items() if isinstance(key, type)}
+                classes = {name_of(key): (key, value) for key, value in held.items() if isinstance(key, type)}
             for key, value in new.items():
                 if isinstance(key, (Numbered, tuple, frozenset)):
-                    yield value, classes.get(self._name_of(key), MISSING), _below(path, key)
-                    yield key, MISSING, f"{path} (a key)"
+                    mine = classes.get(self._name_of(key), (MISSING, MISSING))
+                    yield value, mine[1], _below(path, key)
+                    yield key, mine[0], f"{path} (a key)"
                 else:
                     yield value, held.get(self._ids.get(key, key), MISSING), _below(path, key)
         elif isinstance(new, list):

@@ -23,7 +23,7 @@ _NUMBERS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
 def _decimal() -> tuple[Any, ...]:
-    _, (*numbers, flags, traps) = decimal.getcontext().__reduce__()  # type: ignore[misc]
+    _, (*numbers, flags, traps) = decimal.getcontext().__reduce__()
     return *numbers, [each.__name__ for each in flags], [each.__name__ for each in traps]
 
 

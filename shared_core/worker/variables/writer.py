@@ -669,7 +669,7 @@ def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
     return (name_of(thing), cells, own, mark_of(thing))
 
 
-_dispatching = functools.singledispatch(callable)
+_dispatching: Any = functools.singledispatch(callable)
 #: Code of what ``singledispatch`` makes: its closures hold the table of functions by type.
 _DISPATCHES = frozenset({_dispatching.__code__, _dispatching.dispatch.__code__})
 
