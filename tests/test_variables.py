@@ -125,10 +125,11 @@ def test_loader_workers_keep_what_the_script_held_when_they_were_started(framewo
     jobs.check("data_changed.py", args=[framework, "stage"], faults=CHANGED)
 
 
-def test_a_trained_model_that_loader_workers_call_is_refused_by_name(jobs: Jobs) -> None:
+@pytest.mark.parametrize("framework", few(["lightning", "plain"], "plain"))
+def test_a_trained_model_that_loader_workers_call_is_refused_by_name(framework: str, jobs: Jobs) -> None:
     """It was another one when they were started."""
-    result = jobs.run("data_changed.py", args=["plain", "model"], faults=CHANGED)
-    compare(result, jobs.reference("data_changed.py", args=["plain", "model"]))
+    result = jobs.run("data_changed.py", args=[framework, "model"], faults=CHANGED)
+    compare(result, jobs.reference("data_changed.py", args=[framework, "model"]))
     [restart] = result.kinds("restart")
     assert "loader workers call a model" in restart.fields["reason"], restart.fields["reason"]
 

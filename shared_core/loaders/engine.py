@@ -69,8 +69,8 @@ class Script(Protocol):
         """Those of its models, by names that are the same in a replacement."""
 
 
-class OtherModel(Unsupported):
-    """Loader workers call a model, and those of a replacement would have it with other values."""
+class NeedsRestart(Unsupported):
+    """A replacement cannot come to this place, and a start from scratch can."""
 
 
 class _Notary:
@@ -277,17 +277,16 @@ class Engine:
     def _compare_models(self, models: Mapping[str, int]) -> None:
         if (here := self._sums(models)) != models:
             name = next(name for name in models if here.get(name) != models[name])
-            raise OtherModel(
+            raise NeedsRestart(
                 f"rank {self.place[1]}: loader workers call a model ({name}), with the values that it had when they "
                 "were started, which a replacement cannot have any more. Call it in the training step, or read with "
                 "num_workers=0 (docs/loops.md)"
             )
 
     def _reader(self, follow: Follow) -> Reader:
-        loader, tensors = self.loader, self._script.tensors() if self._script is not None else {}
+        tensors = self._script.tensors() if self._script is not None else {}
         names = {id(each): name for name, each in reversed(list(tensors.items()))}
-        given = loader.dataset, loader.collate_fn, loader.worker_init_fn, names
-        return StreamReader(*given, loader.batch_size or 1, follow.starts) if self.stream else MapReader(*given)
+        return StreamReader(self.loader, names, follow.starts) if self.stream else MapReader(self.loader, names)
 
     def _enter(self, record: ReadingRecord, inner: Iterator[Any], continues: bool) -> None:
         if continues and inner is self._last():

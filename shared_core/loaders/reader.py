@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from shared_core.loaders.contents import summed
 from shared_core.loaders.opaque import OpaqueWatch
@@ -70,16 +70,11 @@ class Reader:
     ``get_worker_info()`` shows the user's data set. ``tensors`` are names of those of the script's models, by identity.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[Any], Any],
-        worker_init_fn: Callable[[int], Any] | None,
-        tensors: Mapping[int, str],
-    ) -> None:
-        self._dataset, self._collate_fn, self._init_fn = dataset, collate_fn, worker_init_fn
+    def __init__(self, loader: DataLoader[Any], tensors: Mapping[int, str]) -> None:
+        self._dataset: Any = loader.dataset
+        self._collate_fn, self._init_fn = loader.collate_fn, loader.worker_init_fn
         self._tensors, self._called, self._sums = tensors, set[int](), dict[str, int]()
-        self._has_state = has_state(dataset)
+        self._has_state = has_state(self._dataset)
         self._times = 0
 
     def begin(self, worker: int) -> None:
@@ -176,21 +171,13 @@ class MapReader(Reader):
 
 
 class StreamReader(Reader):
-    """Stands for an iterable data set that can tell its place. ``size``: items of a batch, 1 where the loader does not
-    batch. ``starts`` are those of the first passes; later ones begin where the one before has ended.
+    """Stands for an iterable data set that can tell its place. ``starts`` are those of the first passes; later ones
+    begin where the one before has ended.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Any,
-        worker_init_fn: Any,
-        tensors: Mapping[int, str],
-        size: int,
-        starts: Iterable[ReaderStart],
-    ) -> None:
-        super().__init__(dataset, collate_fn, worker_init_fn, tensors)
-        self._size, self._starts = size, deque(starts)
+    def __init__(self, loader: DataLoader[Any], tensors: Mapping[int, str], starts: Iterable[ReaderStart]) -> None:
+        super().__init__(loader, tensors)
+        self._size, self._starts = loader.batch_size or 1, deque(starts)
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shared_core.errors import Unsupported
 from shared_core.loaders.contents import summed
-from shared_core.loaders.engine import Engine, LoaderKind
+from shared_core.loaders.engine import Engine, LoaderKind, NeedsRestart
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import ReadingRecord, draws_otherwise, needed, way_to
 from shared_core.loaders.randomness import write_random
@@ -84,7 +84,7 @@ class _Replay:
 
     def run(self) -> Reached:
         if why := draws_otherwise(self._record, self._engine.place[1]):
-            raise Unsupported(why)
+            raise NeedsRestart(why)
         reached = self._run()
         record, drawing = self._record, reached[2]
         known = drawing.sum_at(record.delivered) if drawing is not None and record.rereads is not None else None

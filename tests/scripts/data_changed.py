@@ -127,7 +127,9 @@ def lightning(what: str) -> tuple[nn.Module, Any]:
         default_root_dir=os.environ[OUT],
     )
     module = Module()
-    trainer.fit(module, DataLoader(Rows(), batch_size=4, sampler=Order(), num_workers=int(what == "stage")))
+    MODELS.extend([module.net] if what == "model" else [])
+    workers = int(what in ("stage", "model"))
+    trainer.fit(module, DataLoader(Rows(), batch_size=4, sampler=Order(), num_workers=workers))
     return module.net, trainer.optimizers[0]
 
 
