@@ -14,7 +14,7 @@ from lightning_swift.compat import DataFetcher, IterFetcher, PrefetchFetcher, fe
 from lightning_swift.sharing import SharedLoader
 from shared_core import Job
 from shared_core.errors import Unsupported
-from shared_core.loaders import Position, ResumableLoader, fall_back_if_redrawn, read_random, write_random
+from shared_core.loaders import Position, ResumableLoader, read_random, restarting, write_random
 
 
 class Data:
@@ -125,10 +125,8 @@ class Data:
             self._request_again(data)
         combined, fetcher, validation = loader_of(fit), fetcher_of(fit), loader_of(val)
         if combined is not None and data["train"] is not None:
-            for state in data["train"]["loaders"]:
-                if self._job is not None and state is not None and not copied:
-                    fall_back_if_redrawn(self._job, state)
-            _restore_combined(combined, data["train"], copied)
+            with restarting(self._job):
+                _restore_combined(combined, data["train"], copied)
             if fetcher is not None and data["fetcher"] is not None:
                 length = fetcher.length
                 _restore_fetcher(fetcher, combined, data["fetcher"])
@@ -136,7 +134,8 @@ class Data:
                     fetcher.length = length
                     self._shorten()
         if validation is not None and data["val"] is not None:
-            _restore_combined(validation, data["val"], copied)
+            with restarting(self._job):
+                _restore_combined(validation, data["val"], copied)
 
     def _request_again(self, data: Mapping[str, Any]) -> None:
         """``reload_dataloaders_every_n_epochs``: repeat the last calls of the user's hooks, in their epochs, with what

@@ -128,13 +128,27 @@ def test_loader_workers_keep_what_the_script_held_when_they_were_started(framewo
     jobs.check("data_changed.py", args=[framework, "stage"], faults=CHANGED)
 
 
+@pytest.mark.parametrize("framework", few(["lightning", "plain"], "plain"))
+def test_a_trained_model_that_loader_workers_call_is_refused_by_name(framework: str, jobs: Jobs) -> None:
+    """It was another one when they were started."""
+    result = jobs.run("data_changed.py", args=[framework, "model"], faults=CHANGED)
+    compare(result, jobs.reference("data_changed.py", args=[framework, "model"]))
+    [restart] = result.kinds("restart")
+    assert "loader workers call a model" in restart.fields["reason"], restart.fields["reason"]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("framework", ["lightning", "plain"])
-def test_else_they_would_read_other_items(framework: str, jobs: Jobs) -> None:
-    """The control of the test above."""
-    result = jobs.run("data_changed.py", args=[framework, "stage", "--late"], faults=CHANGED)
+def test_a_frozen_one_is_not(jobs: Jobs) -> None:
+    assert not jobs.check("data_changed.py", args=["plain", "frozen"], faults=CHANGED).kinds("restart")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework, what", [("lightning", "stage"), ("plain", "stage"), ("plain", "model")])
+def test_else_they_would_read_other_items(framework: str, what: str, jobs: Jobs) -> None:
+    """The control of the tests above."""
+    result = jobs.run("data_changed.py", args=[framework, what, "--late"], faults=CHANGED)
     with pytest.raises(Mismatch):
-        compare(result, jobs.reference("data_changed.py", args=[framework, "stage"]))
+        compare(result, jobs.reference("data_changed.py", args=[framework, what]))
 
 
 @pytest.mark.parametrize("framework", few(["lightning", "transformers"], "lightning"))

@@ -5,7 +5,7 @@ from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import RandomParts, changed, read_random, seed_random, write_random
 from shared_core.loaders.resumable import ResumableLoader, wrap_loader
 from shared_core.loaders.shards import Shards
-from shared_core.loaders.tracked import Loaders, TrackedLoader, fall_back_if_redrawn
+from shared_core.loaders.tracked import Loaders, TrackedLoader, restarting
 
 __all__ = [
     "Loaders",
@@ -16,8 +16,8 @@ __all__ = [
     "Shards",
     "TrackedLoader",
     "changed",
-    "fall_back_if_redrawn",
     "read_random",
+    "restarting",
     "seed_random",
     "wrap_loader",
     "write_random",

@@ -7,15 +7,16 @@ import enum
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
-from shared_core.loaders.contents import contents_of
+from shared_core.loaders.contents import contents_of, summed
 from shared_core.loaders.indices import Drawing, Follow, Holds, Indices, all_known, may_list
 from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
@@ -70,6 +71,13 @@ class Script(Protocol):
 
     def put_in(self, frame: types.FrameType, values: Mapping[str, Any]) -> None:
         """Inverse of :meth:`plain_in`."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Those of its models, by names that are the same in a replacement."""
+
+
+class NeedsRestart(Unsupported):
+    """A replacement cannot come to this place, and a start from scratch can."""
 
 
 class _Notary:
@@ -196,6 +204,7 @@ class Engine:
         self._said = False
         self._holds: Holds | None = None
         self._refused = ""
+        self._models = dict[str, int]()  # of the newest record with which loader workers were started
 
     def _copy(self, known: bool, listed: bool) -> None:
         """Iterate a shallow copy. The user's loader stays as it is; both share data set, sampler and generator."""
@@ -240,9 +249,6 @@ class Engine:
             record.numbers = [self.iterated.start, self.iterated.stop, self.iterated.step]
         if self.kind is LoaderKind.RESTORE:
             record.rereads = {}
-        if self.workers:
-            reader = self._reader(follow or Follow())
-            vars(self.iterated).update(dataset=reader, collate_fn=reader.collate, worker_init_fn=reader.begin)
         self.place[2] = record.epoch
         before = RawRandom()
         if self.notary is not None:
@@ -252,6 +258,10 @@ class Engine:
             self.indices.begin(follow or Follow(), lasting=continues)
             self._holds = Holds(self.indices.inner)
         with self._reading(), self._forking(record, continues):
+            self._compare_models(record.models)
+            if self.workers:
+                reader = self._reader(follow or Follow())
+                vars(self.iterated).update(dataset=reader, collate_fn=reader.collate, worker_init_fn=reader.begin)
             inner: Iterator[Any] = iter(self.iterated)
         if self._script is not None and isinstance(self.loader, DataLoader):
             self._script.reads(self.loader)
@@ -267,17 +277,30 @@ class Engine:
         """Loader workers keep what the script held when they were started; those of a replacement start later."""
         if self.in_process or continues or self._script is None:
             return nullcontext()
+        called, self._models = self._models, record.models
         if record.held:
             return self._script.as_then(record.held)
         record.held = self._script.capture_now()
+        record.models |= self._sums(called)
         return nullcontext()
 
+    def _sums(self, names: Container[str]) -> dict[str, int]:
+        tensors = self._script.tensors() if self._script is not None and names else {}
+        return {name: summed(each, 0) for name, each in tensors.items() if name in names}
+
+    def _compare_models(self, models: Mapping[str, int]) -> None:
+        if (here := self._sums(models)) != models:
+            name = next(name for name in models if here.get(name) != models[name])
+            raise NeedsRestart(
+                f"rank {self.place[1]}: loader workers call a model ({name}), with the values that it had when they "
+                "were started, which a replacement cannot have any more. Call it in the training step, or read with "
+                "num_workers=0 (docs/loops.md)"
+            )
+
     def _reader(self, follow: Follow) -> Reader:
-        loader = self.loader
-        if self.stream:
-            size = loader.batch_size or 1
-            return StreamReader(loader.dataset, loader.collate_fn, loader.worker_init_fn, size, follow.starts)
-        return MapReader(loader.dataset, loader.collate_fn, loader.worker_init_fn)
+        tensors = self._script.tensors() if self._script is not None else {}
+        names = {id(each): name for name, each in reversed(list(tensors.items()))}
+        return StreamReader(self.loader, names, follow.starts) if self.stream else MapReader(self.loader, names)
 
     def _enter(self, record: ReadingRecord, inner: Iterator[Any], continues: bool) -> None:
         if continues and inner is self._last():
@@ -359,7 +382,8 @@ class Engine:
             self._watch = watch_of(self.loader.dataset, self.loader.collate_fn, self.owned)
 
     def count_changes(self, told: Note, record: ReadingRecord) -> None:
-        """A loader worker has told how many batches have changed what cannot be put back."""
+        """A loader worker has told how many batches have changed what cannot be put back, and which models it calls."""
+        self._models.update(told.models)
         if told.times > self.times[told.worker] + bool(told.changed) and len(self.pool) > 1:
             before = self.pool[-2]  # among the batches that were on their way when it was left
             if self.stream:

@@ -30,6 +30,7 @@ class ReadingRecord:
         length: of the pass, if ``dealt``.
         rereads: batches whose reading changed what cannot be put back, with the state in which each was read. None: all
             batches are such, or it is unknown.
+        reread_sums: checksums of these batches.
         items_sum: checksum of all items delivered, where all are read again; else None.
         indices_sum: checksum of the indices of the batches delivered; None if not computed.
         loader_workers: state of each loader worker before the first batch that it has to read again.
@@ -39,6 +40,7 @@ class ReadingRecord:
         numbers: start, stop and step of a ``range``; None for anything else.
         held: the script's variables when loader workers were started; empty where none were.
         suspended: plain variables of the generators that a stream is read from.
+        models: checksums of tensors of models that loader workers have called, as they were then.
         redrawn: the script has changed what the sampler holds since the pass began.
     """
 
@@ -56,6 +58,7 @@ class ReadingRecord:
     dealt: bool = False
     length: int = 0
     rereads: dict[int, Any] | None = None
+    reread_sums: dict[int, int] = field(default_factory=dict)
     items_sum: int | None = None
     indices_sum: int | None = None
     loader_workers: dict[int, Any] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class ReadingRecord:
     numbers: list[Any] | None = None
     held: dict[str, Any] = field(default_factory=dict)
     suspended: list[dict[str, Any]] = field(default_factory=list)
+    models: dict[str, int] = field(default_factory=dict)
     redrawn: bool = False
 
     def plain(self) -> dict[str, Any]:
@@ -189,11 +193,13 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "owned": moved(each["owned"]),
             "owned_first": moved(each["owned_first"]),
             "rereads": None,
+            "reread_sums": {},
             "items_sum": None,
             "stream": None,
             "contents": None,
             "numbers": None,
             "held": {},
+            "models": {},
         }
         for each in state["iterations"]
     ]

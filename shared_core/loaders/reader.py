@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.data import DataLoader, get_worker_info
 
+from shared_core.loaders.contents import summed
 from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.randomness import RawRandom, changed, restore_raw, write_random
@@ -36,10 +39,11 @@ class Note:
             read: as plain data, without what is unchanged since the worker started.
         changed: what reading the batch changed that cannot be put back; empty if nothing.
         times: batches so far whose reading did so.
+        models: checksums of tensors of models that were called for the first time.
     """
 
-    def __init__(self, state: dict[str, Any], changed: str, times: int, worker: int) -> None:
-        self.state, self.changed, self.times, self.worker = state, changed, times, worker
+    def __init__(self, state: dict[str, Any], changed: str, times: int, worker: int, models: Mapping[str, int]) -> None:
+        self.state, self.changed, self.times, self.worker, self.models = state, changed, times, worker, models
 
 
 class ToldReads(list[Any]):
@@ -63,20 +67,21 @@ class ReaderStart:
 
 class Reader:
     """Stands for data set, ``collate_fn`` and ``worker_init_fn`` of a loader, in its worker processes.
-    ``get_worker_info()`` shows the user's data set.
+    ``get_worker_info()`` shows the user's data set. ``tensors`` are names of those of the script's models, by identity.
     """
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any], worker_init_fn: Callable[[int], Any] | None
-    ) -> None:
-        self._dataset, self._collate_fn, self._init_fn = dataset, collate_fn, worker_init_fn
-        self._has_state = has_state(dataset)
+    def __init__(self, loader: DataLoader[Any], tensors: Mapping[int, str]) -> None:
+        self._dataset: Any = loader.dataset
+        self._collate_fn, self._init_fn = loader.collate_fn, loader.worker_init_fn
+        self._tensors, self._called, self._sums = tensors, set[int](), dict[str, int]()
+        self._has_state = has_state(self._dataset)
         self._times = 0
 
     def begin(self, worker: int) -> None:
         """The ``worker_init_fn``."""
         # Versions of torch forbid this in different ways; the user's code must see its own data set.
         object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        register_module_forward_pre_hook(self._call)
         if self._init_fn is not None:
             self._init_fn(worker)
         self._look_around()
@@ -90,9 +95,17 @@ class Reader:
         if what:
             self._times += 1
             self._look_around()
-        return ToldReads([batch, Note(self._state(), what, self._times, self._number)])
+        models, self._sums = self._sums, {}
+        return ToldReads([batch, Note(self._state(), what, self._times, self._number, models)])
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _call(self, module: nn.Module, _: Any) -> None:
+        """A model is called, with tensors as they were when this process was started."""
+        if id(module) not in self._called:
+            self._called.add(id(module))
+            tensors = {self._tensors.get(id(each)): each for each in (*module.parameters(), *module.buffers())}
+            self._sums |= {name: summed(each, 0) for name, each in tensors.items() if name is not None}
 
     def _look_around(self) -> None:
         self._owned = OwnedState({"dataset": self._dataset, "collate_fn": self._collate_fn})
@@ -158,15 +171,13 @@ class MapReader(Reader):
 
 
 class StreamReader(Reader):
-    """Stands for an iterable data set that can tell its place. ``size``: items of a batch, 1 where the loader does not
-    batch. ``starts`` are those of the first passes; later ones begin where the one before has ended.
+    """Stands for an iterable data set that can tell its place. ``starts`` are those of the first passes; later ones
+    begin where the one before has ended.
     """
 
-    def __init__(
-        self, dataset: Any, collate_fn: Any, worker_init_fn: Any, size: int, starts: Iterable[ReaderStart]
-    ) -> None:
-        super().__init__(dataset, collate_fn, worker_init_fn)
-        self._size, self._starts = size, deque(starts)
+    def __init__(self, loader: DataLoader[Any], tensors: Mapping[int, str], starts: Iterable[ReaderStart]) -> None:
+        super().__init__(loader, tensors)
+        self._size, self._starts = loader.batch_size or 1, deque(starts)
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:

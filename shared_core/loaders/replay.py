@@ -9,7 +9,7 @@ from typing import Any
 
 from shared_core.errors import Unsupported
 from shared_core.loaders.contents import summed
-from shared_core.loaders.engine import Engine, LoaderKind
+from shared_core.loaders.engine import Engine, LoaderKind, NeedsRestart
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import ReadingRecord, draws_otherwise, needed, way_to
 from shared_core.loaders.randomness import write_random
@@ -84,7 +84,7 @@ class _Replay:
 
     def run(self) -> Reached:
         if why := draws_otherwise(self._record, self._engine.place[1]):
-            raise Unsupported(why)
+            raise NeedsRestart(why)
         reached = self._run()
         record, drawing = self._record, reached[2]
         known = drawing.sum_at(record.delivered) if drawing is not None and record.rereads is not None else None
@@ -125,7 +125,9 @@ class _Replay:
         )
         for number in way.lead:
             wait.look()
-            self._fetch(inner, number)
+            item, _ = self._fetch(inner, number)
+            if number in record.reread_sums and record.reread_sums[number] != summed(item, 0):
+                raise self._reads_others()
             done += 1
         for number in range(way.begin, record.delivered):
             item, told = self._fetch(inner, number)
@@ -143,11 +145,13 @@ class _Replay:
     def _compare(self) -> None:
         """Raises Unsupported if other items were read than the failed worker had read, where that is known."""
         record = self._record
-        if record.items_sum in (None, self._sum) or self._already or self._read != record.delivered:
-            return
-        raise Unsupported(
-            f"rank {self._engine.place[1]}: the {record.delivered} items that the failed worker had read of this pass "
-            f"over a {_named(self._engine.loader)} are others when they are read again: what it reads depends on "
+        if record.items_sum not in (None, self._sum) and not self._already and self._read == record.delivered:
+            raise self._reads_others()
+
+    def _reads_others(self) -> Unsupported:
+        return Unsupported(
+            f"rank {self._engine.place[1]}: the {self._record.delivered} items that the failed worker had read of this "
+            f"pass over a {_named(self._engine.loader)} are others when they are read again: what it reads depends on "
             "something that training changes, such as a replay buffer or the model. Draw in the training step what "
             "depends on it, or give what is iterated state_dict() and load_state_dict() (docs/loops.md)"
         )
@@ -163,7 +167,7 @@ class _Replay:
         if record.contents not in (None, here := engine.contents):
             raise Unsupported(_OTHER_CONTENTS.format(engine.place[1], here, record.contents))
         engine.take_numbers(record.numbers)
-        inner = engine.start(ReadingRecord(epoch=record.epoch, held=record.held), follow)
+        inner = engine.start(ReadingRecord(epoch=record.epoch, held=record.held, models=record.models), follow)
         return record, inner, engine.drawing, []
 
     def _follow(self) -> Follow:

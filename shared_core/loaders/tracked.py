@@ -11,6 +11,7 @@ import gc
 import types
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,8 +19,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
-from shared_core.loaders.engine import Orders, Script
-from shared_core.loaders.place import ReadingRecord, draws_otherwise, from_origin, of_a_peer
+from shared_core.loaders.engine import NeedsRestart, Orders, Script
+from shared_core.loaders.place import from_origin, of_a_peer
 from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import generator_state, read_random, write_random
 from shared_core.loaders.resumable import wrap_loader
@@ -156,13 +157,17 @@ class LoaderOwner(Protocol):
         """Whether it has not reached the failed worker's place yet."""
 
 
-def fall_back_if_redrawn(worker: LoaderOwner, state: Mapping[str, Any]) -> None:
-    """Let all workers start again if a replacement cannot draw the indices of a loader's pass again. A start from a
-    checkpoint ends with an error there.
+@contextmanager
+def restarting(worker: LoaderOwner | None) -> Iterator[None]:
+    """Inside, all workers start again where a replacement cannot come to its place. A start from a checkpoint ends with
+    an error there, and so does a loader that belongs to no worker.
     """
-    if worker.origin == "same" and state["live"] and state["iterations"]:
-        if why := draws_otherwise(ReadingRecord(**state["iterations"][-1]), worker.rank):
-            worker.fall_back(why)
+    try:
+        yield
+    except NeedsRestart as why:
+        if worker is not None and worker.origin == "same":
+            worker.fall_back(str(why))
+        raise
 
 
 class TrackedLoader:
@@ -217,7 +222,8 @@ class TrackedLoader:
         if state["live"]:
             self._pending = state
         else:  # nobody had begun to read it: what the script gave it in both processes stays
-            self.loader.restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
+            with restarting(self._worker):
+                self.loader.restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
 
     @property
     def continues(self) -> bool:
@@ -238,9 +244,9 @@ class TrackedLoader:
         """Put ``position`` where an iteration of the failed worker's was; the global generators stay as they are. Does
         not return where its indices cannot be drawn again: all workers start again.
         """
-        fall_back_if_redrawn(self._worker, state)
         random = read_random()  # of the step boundary; reading items again draws from the generators
-        self.loader.restore(from_origin(state, self._worker.origin), position)
+        with restarting(self._worker):
+            self.loader.restore(from_origin(state, self._worker.origin), position)
         write_random(random)
 
 

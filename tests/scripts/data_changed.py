@@ -25,6 +25,8 @@ report = Report()
 
 #: Read by the data set; those of loader workers stay as they were when these were started.
 STAGE = [1.0]
+#: Called by the data set.
+MODELS: list[nn.Module] = []
 
 
 class Rows(Dataset[Any]):
@@ -40,7 +42,8 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         self.read[index] = self.x[index] * self.weights[index] * (1.0 + 0.1 * self.level) * STAGE[0]
-        return {"x": self.read[index]}
+        with torch.no_grad():
+            return {"x": sum((model(self.x[index]) for model in MODELS), self.read[index])}
 
 
 class Order(Sampler[int]):
@@ -124,7 +127,9 @@ def lightning(what: str) -> tuple[nn.Module, Any]:
         default_root_dir=os.environ[OUT],
     )
     module = Module()
-    trainer.fit(module, DataLoader(Rows(), batch_size=4, sampler=Order(), num_workers=int(what == "stage")))
+    MODELS.extend([module.net] if what == "model" else [])
+    workers = int(what in ("stage", "model"))
+    trainer.fit(module, DataLoader(Rows(), batch_size=4, sampler=Order(), num_workers=workers))
     return module.net, trainer.optimizers[0]
 
 
@@ -188,11 +193,14 @@ def plain(what: str) -> tuple[nn.Module, Any]:
         shared_core.install()
     dist.init_process_group("gloo")
     seed()
-    net = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1))
+    net = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1e-2)
+    MODELS.extend({"model": [model], "frozen": [model[0]]}.get(what, []))
     sampler = Order()
     started = what == "stage"
-    loader = DataLoader(Rows(), batch_size=4, sampler=sampler, num_workers=int(started), persistent_workers=started)
+    workers = int(started or bool(MODELS))
+    loader = DataLoader(Rows(), batch_size=4, sampler=sampler, num_workers=workers, persistent_workers=started)
     job = shared_core.attach(net, optimizer)
     for _ in job.epochs(3):
         for _, batch in job.steps(loader):
@@ -211,7 +219,9 @@ def plain(what: str) -> tuple[nn.Module, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("framework", choices=("lightning", "transformers", "plain"))
-    parser.add_argument("what", choices=("weights", "level", "order", "drawn", "tail", "stage", "nothing"))
+    parser.add_argument(
+        "what", choices=("weights", "level", "order", "drawn", "tail", "stage", "model", "frozen", "nothing")
+    )
     parser.add_argument("--late", action="store_true", help="loader workers see what there is when they are started")
     args = parser.parse_args()
     if args.late:
@@ -220,5 +230,6 @@ if __name__ == "__main__":
         from shared_core.worker.variables.variables import Variables
 
         Variables.as_then = lambda *_: nullcontext()  # type: ignore[method-assign]
+        Variables.tensors = lambda *_: {}  # type: ignore[method-assign]
     net, optimizer = globals()[args.framework](args.what)
     report.finish(training_digest(net, [optimizer], [], {}) | {"generators": generators_digest()})

@@ -6,14 +6,18 @@ import array
 import contextlib
 import contextvars
 import datetime
+import decimal
 import dis
 import enum
 import functools
+import gc
+import locale
 import logging
 import os
 import queue
 import random
 import re
+import sqlite3
 import sys
 import threading
 import types
@@ -252,11 +256,37 @@ def printed_and_without_gradients(again: bool) -> Any:
             torch.set_printoptions(precision=1)
             torch.set_grad_enabled(False)
             torch.set_autocast_enabled("cpu", True)
-        seen.append((str(torch.tensor(1 / 3)), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+            torch.set_anomaly_enabled(True, False)
+        anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        seen.append((str(torch.tensor(1 / 3)), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), anomalies))
+    torch.set_anomaly_enabled(False)
     torch.set_printoptions(profile="default")
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled("cpu", False)
     return seen
+
+
+def settings_of_python(again: bool) -> Any:
+    before = gc.get_threshold(), sys.getrecursionlimit(), sys.get_int_max_str_digits()
+    locale.setlocale(locale.LC_ALL, "C")
+    decimal.setcontext(decimal.Context())
+    for step in steps(again):
+        if step == 2:
+            gc.disable()
+            gc.set_threshold(800, 10, 10)
+            sys.setrecursionlimit(3000)
+            sys.set_int_max_str_digits(0)
+            locale.setlocale(locale.LC_ALL, "C.UTF-8")
+            decimal.getcontext().Emax, decimal.getcontext().traps[decimal.Inexact] = 77, True
+    found = gc.isenabled(), gc.get_threshold(), sys.getrecursionlimit(), sys.get_int_max_str_digits()
+    choices = locale.setlocale(locale.LC_ALL), str(decimal.getcontext())
+    gc.enable()
+    gc.set_threshold(*before[0])
+    sys.setrecursionlimit(before[1])
+    sys.set_int_max_str_digits(before[2])
+    locale.setlocale(locale.LC_ALL, "C")
+    decimal.setcontext(decimal.Context())
+    return *found, *choices
 
 
 def what_is_given_to_libraries(again: bool) -> Any:
@@ -359,6 +389,44 @@ def what_a_class_of_choices_holds(again: bool) -> Any:
     return Level.LOW.count  # type: ignore[attr-defined]
 
 
+class Shade(enum.Enum):
+    DARK = 1
+
+
+def what_is_first_given_to_a_choice(again: bool) -> Any:
+    vars(Shade.DARK).pop("count", None)
+    for step in steps(again):
+        if step >= 2:
+            Shade.DARK.count = getattr(Shade.DARK, "count", 0) + step  # type: ignore[attr-defined]
+    return Shade.DARK.count  # type: ignore[attr-defined]
+
+
+def by_type(again: bool) -> Any:
+    @functools.singledispatch
+    def kind(value: object) -> str:
+        return "other"
+
+    class Own:
+        pass
+
+    @kind.register
+    def _(value: str) -> str:
+        return f"text {again is None}"
+
+    @kind.register(Own)
+    def _(value: Own) -> str:
+        return f"own {again is None}"
+
+    kind(True)
+    found = []
+    for step in steps(again):
+        if step == 2:
+            kind.register(int, add)
+        found.append(kind(step) if step < 2 else kind(step, 1))  # type: ignore[call-arg]
+        found += [kind("a"), kind(Own()), kind(0.5)]
+    return found[-16:]
+
+
 def generators_that_were_spawned(again: bool) -> Any:
     seeds, bits, drawn = np.random.default_rng(3), np.random.PCG64(5), 0
     for _ in steps(again):
@@ -407,6 +475,7 @@ def results_of_a_cached_function(again: bool) -> Any:
         memory_that_others_show,
         settings_of_the_process,
         printed_and_without_gradients,
+        settings_of_python,
         what_is_given_to_libraries,
         methods_in_the_place_of_others,
         a_function_defined_again,
@@ -414,6 +483,8 @@ def results_of_a_cached_function(again: bool) -> Any:
         memory_seen_as_another_type,
         a_sparse_tensor,
         what_a_class_of_choices_holds,
+        what_is_first_given_to_a_choice,
+        by_type,
         generators_that_were_spawned,
         a_file_that_is_read,
         moments_of_a_zone,
@@ -456,6 +527,13 @@ def a_hook_that_is_gone(again: bool) -> Any:
     for step in steps(again, variables=variables):
         if step == 2:
             handle.remove()
+
+
+def a_table_in_memory(again: bool) -> Any:
+    table = sqlite3.connect(":memory:")
+    table.execute("create table seen (step)")
+    for step in steps(again):
+        table.execute("insert into seen values (?)", (step,))
 
 
 def what_re_finds(again: bool) -> Any:
@@ -523,6 +601,7 @@ def a_closure(again: bool) -> Any:
         (results_that_come_late, "`registry` (test_places_here.py) was a cache with a result that has changed"),
         (other_hooks, "`net` (test_places_here.py:"),
         (a_hook_that_is_gone, "`tensor.0.weight._backward_hooks.0` (a hook) was not there in the failed worker"),
+        (a_table_in_memory, "`table` (test_places_here.py:"),
         (what_re_finds, "`found` (test_places_here.py:"),
         (what_a_thread_makes, "`later` (test_places_here.py:"),
         (what_a_thread_may_fill, "`shared` (test_places_here.py:"),
@@ -542,9 +621,16 @@ def constant(again: bool) -> Any:
     ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     net = nn.Linear(1, 1)
     net.register_forward_hook(lambda module, given, result: result * 2)
-    total = 0.0
+    rows, total = sqlite3.connect(":memory:"), 0.0
+    rows.execute("create table filled (x)")
+    rows.execute("insert into filled values (1)")
     for step in steps(again):
-        total += step * (table.to_dense() @ mask(4)).item() * ragged.unbind()[0].item()
+        total += (
+            rows.execute("select x from filled").fetchone()[0]
+            * step
+            * (table.to_dense() @ mask(4)).item()
+            * ragged.unbind()[0].item()
+        )
     return total
 
 

@@ -184,12 +184,17 @@ class Graft:
 
     def _pairs(self, new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
         if isinstance(new, dict):
+            held: Mapping[Any, Any] = {} if old is MISSING else old
+            classes: dict[str, tuple[Any, Any]] = {}
+            if any(isinstance(key, Numbered) for key in new):
+                classes = {name_of(key): (key, value) for key, value in held.items() if isinstance(key, type)}
             for key, value in new.items():
-                simple = not isinstance(key, (Numbered, tuple, frozenset))
-                mine = old.get(self._ids.get(key, key), MISSING) if old is not MISSING and simple else MISSING
-                yield value, mine, _below(path, key)
-                if not simple:
-                    yield key, MISSING, f"{path} (a key)"
+                if isinstance(key, (Numbered, tuple, frozenset)):
+                    mine = classes.get(self._name_of(key), (MISSING, MISSING))
+                    yield value, mine[1], _below(path, key)
+                    yield key, mine[0], f"{path} (a key)"
+                else:
+                    yield value, held.get(self._ids.get(key, key), MISSING), _below(path, key)
         elif isinstance(new, list):
             for i, value in enumerate(new):
                 if not isinstance(value, (int, float, str, type(None))):
@@ -197,6 +202,11 @@ class Graft:
         elif isinstance(new, set):
             for value in new:
                 yield value, MISSING, f"{path} (an element)"
+
+    def _name_of(self, key: Any) -> Any:
+        """Of the class for which this stands; None for other keys."""
+        _, kind, _, *parts = self._rows[key.number] if isinstance(key, Numbered) else (0, "", "")
+        return parts[0] if kind in ("named", "class") else None
 
     def _claim(self, key: Any, old: Any) -> bool:
         """Let ``old`` stand for this object; False if it already stands for another."""
@@ -504,12 +514,12 @@ class Graft:
                 del own[name]
 
     def _fill_function(self, here: types.FunctionType, cells: list[Any], own: Any) -> None:
-        if own is None:
-            return
         for cell, value in zip(here.__closure__ or (), cells, strict=False):
             found = self.value(value)
             if found is not MISSING:
                 cell.cell_contents = found
+        if own is None:
+            return
         here.__dict__.update({k: self.value(v) for k, v in own[0].items()})
         here.__defaults__, here.__kwdefaults__ = self.value(own[1]), self.value(own[2])
 

@@ -134,6 +134,7 @@ _ALONE: dict[type, str] = {
     functools._lru_cache_wrapper: "cache",
     memoryview: "shows",
     re.Match: "opaque",
+    sqlite3.Connection: "opaque",
     weakref.ReferenceType: "reference",
     weakref.WeakKeyDictionary: "weak",
     weakref.WeakValueDictionary: "weak",

@@ -127,6 +127,10 @@ class _Class:
         """Those that it had at first."""
         return self._first
 
+    def empty(self) -> Scope:
+        """Where attributes of another run go, where none were found here."""
+        return Scope(self.name, "class", self.name.partition(":")[2], Names(()), (), self.cls)
+
     def scope(self) -> Scope | None:
         """None where there are no such attributes."""
         own = self._own
@@ -152,11 +156,17 @@ class _Members(_Class):
 
     def __init__(self, name: str, cls: Any) -> None:
         super().__init__(name, cls)
-        held = {name: own for name, each in cls.__members__.items() if _holds_more(own := vars(each))}
-        self._scope = Scope(name, "class", cls.__qualname__, Names(held), [*held.values()], held) if held else None
+        self._every = {name: vars(each) for name, each in cls.__members__.items()}
+        self._whole = Scope(name, "class", cls.__qualname__, Names(self._every), [*self._every.values()], self._every)
+        self._sizes, self._hold = list[int](), False
 
     def scope(self) -> Scope | None:
-        return self._scope
+        if (sizes := [*map(len, self._every.values())]) != self._sizes:
+            self._sizes, self._hold = sizes, any(map(_holds_more, self._every.values()))
+        return self._whole if self._hold else None
+
+    def empty(self) -> Scope:
+        return self._whole
 
 
 def _holds_more(member: Mapping[str, Any]) -> bool:
@@ -272,10 +282,7 @@ class Scopes:
 
     def of_class(self, name: str) -> Scope | None:
         """A class in which no attributes were found, by the name of its scope: those of another run go there."""
-        for each in self._classes.values():
-            if each.name == name:
-                return Scope(name, "class", name.partition(":")[2], Names(()), (), each.cls)
-        return None
+        return next((each.empty() for each in self._classes.values() if each.name == name), None)
 
     def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
         modules = OWN_MODULES.look()

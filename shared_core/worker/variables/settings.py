@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import decimal
+import gc
+import locale
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +19,72 @@ from shared_core.worker.comm.compat import PRINTED
 #: Their product is flushed to zero where torch flushes such numbers; nothing else tells.
 _SMALLEST: float = 5e-324
 _ONE: float = 1.0
-#: Choices that torch makes, on CPUs too: how one is read, and how it is set.
+_NUMBERS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _decimal() -> tuple[Any, ...]:
+    _, (*numbers, flags, traps) = decimal.getcontext().__reduce__()
+    return *numbers, [each.__name__ for each in flags], [each.__name__ for each in traps]
+
+
+def _set_decimal(to: Sequence[Any]) -> None:
+    context = decimal.getcontext()  # in place: the script may hold it
+    for name, value in zip(_NUMBERS, to[:-2], strict=True):
+        setattr(context, name, value)
+    for signals, names in zip((context.flags, context.traps), to[-2:], strict=True):
+        signals.update((each, each.__name__ in names) for each in signals)
+
+
+def _set_collector(to: Sequence[int]) -> None:
+    gc.enable() if to[0] else gc.disable()
+    gc.set_threshold(*to[1:])
+
+
+def _set_logging(to: Sequence[int]) -> None:
+    logging.root.setLevel(to[0])
+    logging.disable(to[1])
+
+
+def _printed() -> dict[str, Any]:
+    return {k: v for k, v in np.get_printoptions().items() if k not in ("formatter", "override_repr")}
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it has been removed
+        return ""
+
+
+#: How each is read, as plain data, and how it is set.
 _CHOICES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    # choices that torch makes, on CPUs too
     "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     "math": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "mkldnn": (lambda: bool(torch.backends.mkldnn.enabled), torch.backends.mkldnn.set_flags),
     "denormal": (lambda: _SMALLEST * _ONE == 0.0, torch.set_flush_denormal),
-    "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "anomalies": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda to: torch.autograd.set_detect_anomaly(*to),
+    ),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
     "lower": (lambda: torch.get_autocast_dtype("cpu"), lambda to: torch.set_autocast_dtype("cpu", to)),
     "tensors": (lambda: dict(PRINTED), PRINTED.update),
+    "numpy": (lambda: dict(np.geterr()), lambda to: np.seterr(**to)),
+    "printed": (_printed, lambda to: np.set_printoptions(**to)),
+    "decimal": (_decimal, _set_decimal),
+    "logging": (lambda: (logging.root.level, logging.root.manager.disable), _set_logging),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL), lambda to: locale.setlocale(locale.LC_ALL, to)),
+    "collector": (lambda: (gc.isenabled(), *gc.get_threshold()), _set_collector),
+    "recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "digits": (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+    "folder": (_folder, lambda to: os.chdir(to) if to else None),
 }
 #: Beginnings of environment variables of a job, which a replacement has its own of.
 _OF_THE_JOB = (b"SWIFT_", b"TORCHELASTIC_")
@@ -43,24 +98,8 @@ class ProcessSettings:
         self._seen, self._changed = dict[bytes, bytes](), dict[bytes, bytes | None]()
 
     def read(self) -> dict[str, Any]:
-        """As plain data: torch's default type, choices and number of threads, NumPy's errors and how it prints, the
-        precision of ``decimal``, levels of logging, the working folder, and what has changed in the environment.
-        """
-        context, folder = decimal.getcontext(), ""
-        with suppress(OSError):  # it has been removed
-            folder = os.getcwd()
-        return {
-            "dtype": torch.get_default_dtype(),
-            "deterministic": torch.get_deterministic_debug_mode(),
-            "threads": torch.get_num_threads(),
-            "choices": {name: read() for name, (read, _) in _CHOICES.items()},
-            "numpy": dict(np.geterr()),
-            "printed": {k: v for k, v in np.get_printoptions().items() if k not in ("formatter", "override_repr")},
-            "decimal": (context.prec, context.rounding),
-            "logging": (logging.root.level, logging.root.manager.disable),
-            "folder": folder,
-            "environment": self._changes(),
-        }
+        """As plain data; of the environment, what has changed."""
+        return {"choices": {name: read() for name, (read, _) in _CHOICES.items()}, "environment": self._changes()}
 
     def _changes(self) -> dict[bytes, bytes | None]:
         now = _environment()
@@ -74,25 +113,10 @@ class ProcessSettings:
 
     def put(self, found: Mapping[str, Any]) -> None:
         """Put back what :meth:`read` has returned in another process."""
-        here = self.read()
-        if found["dtype"] != here["dtype"]:
-            torch.set_default_dtype(found["dtype"])
-        if found["deterministic"] != here["deterministic"]:
-            torch.set_deterministic_debug_mode(found["deterministic"])
-        if found["threads"] != here["threads"]:
-            torch.set_num_threads(found["threads"])
         for name, to in found["choices"].items():
-            if to != here["choices"][name]:
-                _CHOICES[name][1](to)
-        np.seterr(**found["numpy"])
-        np.set_printoptions(**found["printed"])
-        context = decimal.getcontext()
-        context.prec, context.rounding = found["decimal"]
-        if found["logging"] != here["logging"]:
-            logging.root.setLevel(found["logging"][0])
-            logging.disable(found["logging"][1])
-        if found["folder"] not in ("", here["folder"]):
-            os.chdir(found["folder"])
+            read, put = _CHOICES[name]
+            if to != read():
+                put(to)
         for key, value in found["environment"].items():
             if value is None:
                 os.environb.pop(key, None)

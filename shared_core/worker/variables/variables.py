@@ -351,6 +351,15 @@ class Variables:
         finally:
             self._put_back(now, "same", boundary=False)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of what is attached, and of models that variables held when the loop began."""
+        models = {name: each for name, each in (self._named or {}).items() if isinstance(each, nn.Module)}
+        return dict(self._tensors) | {
+            f"{name} {path}": each
+            for name, model in models.items()
+            for path, each in (*model.named_parameters(), *model.named_buffers())
+        }
+
     def reading(self) -> AbstractContextManager[None]:
         """Around what asks a loader for something; see :class:`DataSets`."""
         return self.data_sets.reading()

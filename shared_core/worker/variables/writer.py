@@ -6,6 +6,7 @@ of the objects among them. No method of a script's class runs, and reading makes
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import itertools
@@ -13,6 +14,7 @@ import math
 import pickle
 import random
 import re
+import sqlite3
 import threading
 import time
 import types
@@ -653,15 +655,23 @@ def name_of_file(file: Any) -> str:
 def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
     cells: list[Any] = []
     own: Any = None
-    if not of_libraries(thing.__code__.co_filename):
+    of_script = not of_libraries(thing.__code__.co_filename)
+    if of_script or thing.__code__ in _DISPATCHES:
         for each in thing.__closure__ or ():
             try:
                 cells.append(each.cell_contents)
             except ValueError:
                 cells.append(Unbound)
+    if of_script:
         own = (thing.__dict__, thing.__defaults__, thing.__kwdefaults__)
+    else:  # what it has looked up in its table is looked up again
+        cells = [weakref.WeakKeyDictionary() if type(each) is weakref.WeakKeyDictionary else each for each in cells]
     return (name_of(thing), cells, own, mark_of(thing))
 
+
+_dispatching: Any = functools.singledispatch(callable)
+#: Code of what ``singledispatch`` makes: its closures hold the table of functions by type.
+_DISPATCHES = frozenset({_dispatching.__code__, _dispatching.dispatch.__code__})
 
 #: By id; the code is kept, so that its id is not reused.
 _MARKS: dict[int, tuple[types.CodeType, int]] = {}
@@ -764,9 +774,20 @@ def _digest(thing: Any) -> int | None:
             return zlib.crc32(repr((thing.re.pattern, thing.string, thing.regs)).encode())
         if cls.__module__ in _CHECKSUMS:
             return zlib.crc32(thing.hexdigest().encode())
+        if isinstance(thing, sqlite3.Connection):
+            return thing.total_changes if thing.total_changes and _is_in_memory(thing) else 0
         return zlib.crc32(pickle.dumps(thing, 5))
     except Exception:
         return None
+
+
+def _is_in_memory(database: sqlite3.Connection) -> bool:
+    """Whether it is in no file. False where another thread uses it."""
+    with suppress(sqlite3.Error):
+        cursor = database.cursor(sqlite3.Cursor)
+        cursor.row_factory = None
+        return not any(file for *_, file in cursor.execute("PRAGMA database_list"))
+    return False
 
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
