@@ -183,13 +183,6 @@ def test_watch_on_a_terminal(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> 
         os.close(mine)
 
 
-def test_without_rich_a_terminal_gets_an_error(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert swiftctl.main(["watch"]) == 1
-    assert "swift-recovery[all]" in capsys.readouterr().err
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium on the PATH")
 @pytest.mark.skipif(shutil.which("chromedriver") is None, reason="there is no chromedriver on the PATH")
