@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from shared_core.launcher.attempt import LOOPBACK, Attempt, WorkerPlaces
+from shared_core.launcher.attempt import Attempt, WorkerPlaces
 from shared_core.launcher.console import ranks
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import failure_of
@@ -129,7 +129,8 @@ class Attempts:
     """Begins and ends attempts on this machine. Its methods are for the agent's loop.
 
     Args:
-        store_port: port of the first attempt's store for the script's process groups; 0 for a free one.
+        nproc: workers of this machine, at most.
+        store_place: address and port of the first attempt's store for the script's process groups; 0 for a free port.
         membership: the other machines, if there are any.
 
     Attributes:
@@ -139,8 +140,8 @@ class Attempts:
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        store_port: int,
+        nproc: int,
+        store_place: tuple[str, int],
         job: JobDir,
         wakeup: Wakeup,
         control: ControlSocket,
@@ -150,11 +151,12 @@ class Attempts:
         resizing: Resizing,
         membership: MachineMembership | None,
     ) -> None:
-        self._spec, self._store_port, self._job, self._wakeup, self._control = spec, store_port, job, wakeup, control
+        self._nproc, self._store_place = nproc, store_place
+        self._job, self._wakeup, self._control = job, wakeup, control
         self.workers, self._job_reporter, self._book, self._resizing = workers, job_reporter, book, resizing
         self._membership = membership
         self.phase = AgentPhase.RENDEZVOUS
-        self.places = WorkerPlaces(spec)
+        self.places = WorkerPlaces()
         self.number, self.absent = 0, frozenset[int]()
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
@@ -208,7 +210,7 @@ class Attempts:
             self._actions[action](happened or Happened())
 
     def place(self, machine: int, machines: int) -> None:
-        self.places = WorkerPlaces.of(self._spec, machine, machines, self._spec.local_world_size)
+        self.places = WorkerPlaces(machine, machines, self._nproc)
         self.step(AgentEvent.PLACED)
 
     def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
@@ -243,7 +245,7 @@ class Attempts:
 
     def succeed(self, event: AgentEvent) -> None:
         if event is AgentEvent.ENDED_ELSEWHERE:
-            self.places = WorkerPlaces(self._spec)  # so that none of its workers is recorded
+            self.places = WorkerPlaces()  # so that none of its workers is recorded
         self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
         self.step(event)
 
@@ -302,7 +304,8 @@ class Attempts:
         """The attempt that begins on this machine, the only one; the one before is closed."""
         self.close()
         store, places = self._control.new_store(), self.places
-        place = self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port
+        host, port = self._store_place
+        place = host, 0 if self.number else port
         return Attempt(self.number, place, lambda: store, places.ranks, places.world_size, self._wakeup.tell)
 
     def _in_team(self, membership: MachineMembership) -> Attempt:
@@ -323,7 +326,7 @@ class Attempts:
         return attempt
 
     def _replace(self, _: Happened) -> None:
-        self.workers.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
+        self.workers.replace_all({rank: local_rank for local_rank, rank in enumerate(self.places.ranks)})
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:
@@ -344,10 +347,10 @@ class Attempts:
         entry, before, membership = happened.entry, self.places.world_size, self._membership
         self.number += 1
         if membership is None:
-            places = WorkerPlaces.of(self._spec, 0, 1, entry.workers)
+            places = WorkerPlaces(0, 1, entry.workers)
         else:
             slot = membership.regroup(entry.machines, self.number)
-            places = WorkerPlaces.of(self._spec, slot, len(entry.machines), self._spec.local_world_size)
+            places = WorkerPlaces(slot, len(entry.machines), self._nproc)
             if entry.line is not None:
                 membership.gather(entry.machines, entry.line)
         self.places = places

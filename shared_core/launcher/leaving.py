@@ -127,7 +127,7 @@ class PlannedLeaves:
             raise ConfigError("nobody can leave now: the job starts or ends, or the number of its workers changes")
         machines, places = attempts.now.ledger.machines, attempts.places
         hosts = [host_of(name) if name else "nobody" for name in machines] or [socket.gethostname()]
-        place, rank = chosen(target, hosts, len(places.workers))
+        place, rank = chosen(target, hosts, places.local)
         self._ask(place, rank, why)
         if rank is None:
             return f"{hosts[place]} leaves: a spare machine takes its ranks at their next step boundary"
