@@ -23,7 +23,6 @@ from shared_core.events import console
 from shared_core.launcher.attempt import LOOPBACK
 from shared_core.launcher.attempts import Attempts, MachineWorkers
 from shared_core.launcher.control_channel import ControlChannel
-from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.failures import WorkerFailures
 from shared_core.launcher.job_reporter import JobReporter
@@ -100,9 +99,7 @@ class Agent:
         backend = rendezvous.backend if rendezvous is not None else "static"
         self.records = Records(program, options, backend, lambda: self._attempts.places)
         wakeup = self._wakeup = Wakeup()
-        control = self._control = ControlSocket(job.path, wakeup.tell)
         book = FailureBook(options.max_restarts, options.loop_limit)
-        resizing = self._resizing = Resizing(config, nproc, least=options.machines[0], most=options.machines[1])
         job_reporter = self._job_reporter = JobReporter(program, options, job.path, book, uuid.uuid4().hex[:12])
         worker_pool = self._worker_pool = WorkerPool(
             wakeup.selector,
@@ -130,12 +127,9 @@ class Agent:
             nproc,
             (options.local_addr or LOOPBACK, options.store_port),
             job,
-            wakeup,
-            control,
             MachineWorkers(worker_pool, starter, spares, wakeup, self._tick_s),
             job_reporter,
-            book,
-            resizing,
+            Resizing(config, nproc, least=options.machines[0], most=options.machines[1]),
             membership,
         )
         self._last_checkpoint = LastCheckpoint(
@@ -146,25 +140,17 @@ class Agent:
             attempts.set_key,
         )
         alone = membership is None
-        self._resizes = Resizes(config, nproc, alone, attempts, job_reporter, resizing)
+        self._resizes = Resizes(config, nproc, alone, attempts)
         self._machines: OtherMachines | None = None
         if membership is not None:
-            self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
-        self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
+            self._machines = OtherMachines(membership, nproc, attempts, self._resizes)
+        self._failures = WorkerFailures(config, alone, attempts)
         notice = self._notice = Notice(config.notice, wakeup)
-        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, notice)
+        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, notice)
         self._control_channel = ControlChannel(
-            attempts,
-            self._resizes,
-            self._machines,
-            wakeup,
-            control,
-            job_reporter,
-            book,
-            self._last_checkpoint,
-            leaves.hear,
+            attempts, self._resizes, self._machines, self._last_checkpoint, leaves.hear
         )
-        self._stragglers = Stragglers(config, attempts, leaves, job_reporter)
+        self._stragglers = Stragglers(config, attempts, leaves)
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
 
@@ -197,7 +183,7 @@ class Agent:
                 self._end(ends_with)
             finally:
                 self._notice.close()
-                self._control.close()
+                self._attempts.control.close()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -276,8 +262,8 @@ class Agent:
         if self._wakeup.told:
             return 0.0
         times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.workers.due)]
-        if self._resizing.grow_at is not None:
-            times.append(self._resizing.grow_at)
+        if (grow_at := self._attempts.resizing.grow_at) is not None:
+            times.append(grow_at)
         return min(times) - time.monotonic()
 
     def _pause(self, seconds: float) -> None:

@@ -29,7 +29,7 @@ class JobReporter:
     """Reports one agent's job. ``run_id`` becomes equal on all machines with :meth:`call`."""
 
     def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: FailureBook, run_id: str) -> None:
-        self._program, self._options, self._job_dir, self._book = program, options, job_dir, book
+        self._program, self._options, self._job_dir, self.book = program, options, job_dir, book
         self._budget = book.budget
         self.console_reporter = ConsoleReporter(console, begun())
         self.run_id = run_id
@@ -175,7 +175,7 @@ class JobReporter:
             rank=rank,
             result=result,
             **fields,
-            replaced=self._budget - self._book.budget,
+            replaced=self._budget - self.book.budget,
             agent=os.getpid(),
             host=socket.gethostname(),
         )
