@@ -34,6 +34,7 @@ from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import absolute, open_storage
 from shared_core.checkpoint.verdict import verdict
+from shared_core.codec import Count, decode, text
 from shared_core.config import CheckpointOptions, SwiftConfig, full_names
 from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported, WaitTimeout
@@ -42,7 +43,6 @@ from shared_core.job import Job, current_job
 from shared_core.kinds import whole_of_environment
 from shared_core.launcher.persisting import Persisting
 from shared_core.loop import LoopProgress, TrainingLoop
-from shared_core.protocol.codec import Count, decode, text
 from shared_core.sharing import SharedStep
 from shared_core.system.jobdir import JobDir
 from shared_core.waiting import Wait, wait_for

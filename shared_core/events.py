@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from shared_core.codec import Between, Count, fit
 from shared_core.kinds import open_fd, open_regular
-from shared_core.plain_json import is_count, parse
+from shared_core.plain_json import parse
 from shared_core.resources import told_before, what_to_do
 
 #: Kinds of events, in the order in which the life of a failure produces them.
@@ -58,7 +59,7 @@ KINDS = (
 RUN = "SWIFT_RECOVERY_RUN"
 #: Environment variable: private folder of the job on this machine.
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
-#: Kinds whose fields reports calculate with; below these fields: durations and times, whole numbers, lists of ranks.
+#: Kinds whose fields reports calculate with.
 _CALCULATED = frozenset(
     {
         "failed",
@@ -72,15 +73,30 @@ _CALCULATED = frozenset(
         "admitted",
     }
 )
-_SECONDS = ("detected", "ready_s", "start_s", "joined_s", "exchange_s", "stall_s")
-_WHOLE = ("bytes_moved", "served_operations", "recomputed_steps")
-_RANKS = ("failed", "stay", "absent")
-#: Latest time of day, in seconds since the epoch; largest duration or count.
-_LAST_S, _LARGEST = 1e11, 1e18
+_Whole = Annotated[int, Between(-(10**18), 10**18)]
+_Seconds = Annotated[float, Between(-1e18, 1e18)]
 #: Start and end of colored text on a terminal.
 _COLOR, _PLAIN = "\033[36m", "\033[0m"
 #: Start of every line.
 _BEGIN = '{"kind":'
+
+
+class _Calculated(TypedDict, total=False):
+    """Fields of these kinds, as far as they are there."""
+
+    detected: _Seconds
+    ready_s: _Seconds
+    start_s: _Seconds
+    joined_s: _Seconds
+    exchange_s: _Seconds
+    stall_s: _Seconds
+    bytes_moved: _Whole
+    served_operations: _Whole
+    recomputed_steps: _Whole
+    boundary: _Whole | None
+    failed: list[Count]
+    stay: list[Count]
+    absent: list[Count]
 
 
 @dataclass(frozen=True)
@@ -96,9 +112,9 @@ class Event:
     """
 
     kind: str
-    time: float
-    rank: int = -1
-    generation: int = 0
+    time: Annotated[float, Between(-1e11, 1e11)]
+    rank: _Whole = -1
+    generation: _Whole = 0
     fields: dict[str, Any] = field(default_factory=dict)
     run: str = ""
 
@@ -111,15 +127,9 @@ class Event:
         """Inverse of :meth:`to_json`. Raises ValueError for what is no event, or says something of another type than
         this product writes.
         """
-        try:
-            raw = parse(line)
-            kind, rank, generation = raw["kind"], raw.get("rank", -1), raw.get("generation", 0)
-            event = cls(kind, raw["time"], rank, generation, raw.get("fields", {}), raw.get("run", ""))
-            good = isinstance(kind, str) and isinstance(event.run, str) and _is_plain(event)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is not an event: {error!r}") from error
-        if not good:
-            raise ValueError("it is not an event: its values are of other types")
+        event: Event = fit(parse(line), cls)
+        if event.kind in _CALCULATED:
+            fit(event.fields, _Calculated)
         return event
 
 
@@ -199,33 +209,6 @@ def _parse(line: str) -> Event | None:
         return Event.from_json(line)
     except ValueError:
         return None
-
-
-def _is_plain(event: Event) -> bool:
-    """Whether its numbers are numbers, and those that reports calculate with, too."""
-    if not (_is_number(event.time) and abs(event.time) < _LAST_S and isinstance(event.fields, dict)):
-        return False
-    said = event.fields if event.kind in _CALCULATED else {}
-    return (
-        _is_whole(event.rank)
-        and _is_whole(event.generation)
-        and all(_is_number(said[name]) for name in _SECONDS if name in said)
-        and all(_is_whole(said[name]) for name in _WHOLE if name in said)
-        and (said.get("boundary") is None or _is_whole(said["boundary"]))
-        and all(_are_ranks(said[name]) for name in _RANKS if name in said)
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < _LARGEST
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and _is_number(value)
-
-
-def _are_ranks(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_count, value))
 
 
 def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:

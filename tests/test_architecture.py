@@ -57,6 +57,7 @@ LAYERS = (
     ("devices",),
     ("resources",),
     ("kinds",),
+    ("codec",),
     ("plain_json",),
     ("errors",),
     ("lazy",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def empty(step: Path) -> None:
 
 
 def newer_format(step: Path) -> None:
-    manifest = store._unseal((step / store.MANIFEST).read_bytes())
+    manifest = json.loads(json.loads((step / store.MANIFEST).read_bytes())["manifest"])
     (step / store.MANIFEST).write_bytes(store._seal(manifest | {"format": 2}))
 
 

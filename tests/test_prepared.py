@@ -166,7 +166,7 @@ def test_memory_of_a_container_counts(tmp_path: Path) -> None:
     assert machine_bytes(tmp_path, tmp_path / "meminfo") == (900 << 10, 1000 << 10)
     (tmp_path / "memory.max").write_text(f"{500 << 10}\n")
     (tmp_path / "memory.current").write_text(f"{450 << 10}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {30 << 10}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 7\nfile {40 << 10}\nshmem {10 << 10}\n")
     assert machine_bytes(tmp_path, tmp_path / "meminfo") == (80 << 10, 500 << 10)
     free, total = machine_bytes()
     assert 0 < free <= total and private_bytes(1 << 30) == 0

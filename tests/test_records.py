@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from harness import Jobs
 
+from shared_core.checkpoint.history import Run
+from shared_core.checkpoint.spool import Sealed, Status
+from shared_core.checkpoint.store import StoreMark
+from shared_core.codec import decode
 from shared_core.config import SwiftConfig
 from shared_core.errors import DamagedRecord
 from shared_core.faults import Fault
@@ -26,9 +30,11 @@ from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, join_request_key
 from shared_core.protocol.plan import Agreed, Plan, Transfer
+from shared_core.protocol.request import StartRequest
 from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.standstill import WaitStatus
 from shared_core.protocol.worker_env import Resized, WorkerEnv
+from shared_core.system.jobdir import Card
 from shared_core.system.wire import connect
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
@@ -103,6 +109,11 @@ def has(raw: bytes) -> Any:
     )
 
 
+def shaped(shape: Any) -> Callable[[bytes], Any]:
+    """Reads a file, which is damaged likewise."""
+    return lambda raw: decode(raw, shape, "a file")
+
+
 OPTIONAL = {
     "groups",
     "together",
@@ -152,6 +163,16 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     ),
     "divergent": ([1], lambda raw: said.read("divergent", raw), set()),
     "damaged": ({"rank": 0, "pid": 7, "what": "x"}, lambda raw: said.read("damaged", raw), set()),
+    "a snapshot": (asdict(Sealed(40, 0, 2, (0,), ("rank0",), {})), shaped(Sealed), set()),
+    "the writer's report": (asdict(Status(cause="full")), shaped(Status), set()),
+    "a job's card": (asdict(Card("a", "b", "train.py", "c", 7, 1.5, "e", 3)), shaped(Card), set()),
+    "a start": (
+        asdict(StartRequest(1, "script", "train.py", ("x",), {"A": "b"}, 7, first=("m",))),
+        shaped(StartRequest),
+        set(),
+    ),
+    "a run": (asdict(Run("a", "killed", 1.5, 3.0, {"memory": 1}, "g", 2.5)), shaped(Run), set()),
+    "a mark": ({"parts": {"rank0": ["a", 4]}, "meta": {}}, shaped(StoreMark), set()),
 }
 #: What a value of each type is replaced by.
 WRONG: dict[type, list[Any]] = {
@@ -207,7 +228,7 @@ def test_a_damaged_record_is_refused(key: str) -> None:
                 pytest.fail(f"{path} = {wrong!r:.80}: {read(changed(right, path, wrong))}")
             assert len(str(error.value)) < 700 and "\n" not in str(error.value)
         if path and isinstance(path[-1], str) and path[-1] not in optional and not path[-1][0].isdigit():
-            if len(path) > 1 and path[-2] in ("groups", "members", "received", "sent"):
+            if len(path) > 1 and path[-2] in ("groups", "members", "received", "sent", "env", "rolled_back", "parts"):
                 continue  # a name, not a key
             with pytest.raises(DamagedRecord):
                 pytest.fail(f"without {path}: {read(changed(right, path, None, gone=True))}")
@@ -263,17 +284,17 @@ def test_what_no_worker_says_is_passed_over_once(capsys: pytest.CaptureFixture[s
     connects = lambda: server  # noqa: E731
     watcher = KeyWatcher(connects, "p/", lambda: None, ranks=[1])
     try:
-        for key in ("saved", "handed", "declined", "divergent"):
+        for key in ("fail", "saved", "handed", "declined", "divergent"):
             server.set(f"p/{key}", '{"boundary": "x"}')
         server.queue_push("p/reports/0", "[" * 100_000)
         assert watcher.look() == watcher.look() == []
-        assert capsys.readouterr().err.count("cannot be read and is ignored") == 5
+        assert capsys.readouterr().err.count("cannot be read and is ignored") == 6
         server.set("p/handed", '{"generation": 1, "boundary": 3}')
         server.set("p/divergent", "[0, 1]")
         server.set("p/saved", '{"done": true, "boundary": 3}')
-        server.set("p/restart", b"\xff")
+        server.set("p/restart", '{"reason": "x"}')
         assert watcher.look() == [
-            ("restart", said.Restart("\ufffd")),
+            ("restart", said.Restart("x")),
             ("saved", said.CheckpointSaved(True, 3)),
             ("handed", said.Handed(1, 3)),
             ("divergent", [1]),

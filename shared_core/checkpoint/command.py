@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from shared_core.codec import OsText, fit
 from shared_core.errors import ConfigError
 from shared_core.plain_json import parse
 
@@ -43,7 +44,7 @@ class Command:
     """
 
     key: str = ""
-    words: str = ""
+    words: OsText = ""
 
     @classmethod
     def of(cls, target: str, args: Sequence[str], *mode: str) -> Command:
@@ -76,12 +77,10 @@ class Command:
     def from_json(cls, raw: str) -> Command:
         """Inverse of :meth:`to_json`; an empty text gives an empty command. Raises ConfigError for anything else."""
         try:
-            found = cls(**parse(raw)) if raw else cls()
-        except (ValueError, TypeError) as error:
+            found: Command = fit(parse(raw), cls) if raw else cls()
+            return found
+        except ValueError as error:
             raise ConfigError(f"this does not name a command: {error}") from error
-        if not (isinstance(found.key, str) and isinstance(found.words, str)):
-            raise ConfigError(f"this does not name a command: {raw[:80]!r}")
-        return found
 
 
 def _counting(args: Sequence[str]) -> list[str]:

@@ -26,10 +26,6 @@ class Cost:
     slowdown_s: float = 0.0
     persist_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        if min(self.stall_s, self.slowdown_s, self.persist_s) < 0:
-            raise ValueError(f"a cost must not be negative: {self}")
-
     @property
     def seconds(self) -> float:
         """The effective cost: time by which training is later."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
+from shared_core.codec import Between, Count, Record, fit
 from shared_core.errors import ConfigError
 from shared_core.events import console
 from shared_core.kinds import open_fd, open_regular
@@ -29,8 +29,11 @@ SILENT_S = 6 * 3600.0
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
+_Seconds = Annotated[float, Between(0, 1e18)]
+
+
 @dataclass(frozen=True)
-class Run:
+class Run(Record):
     """What is known of a run; also a line of the file.
 
     Attributes:
@@ -45,11 +48,11 @@ class Run:
 
     name: str
     end: str = "running"
-    useful_s: float = 0.0
-    worker_s: float = 0.0
-    rolled_back: Mapping[str, int] = field(default_factory=dict)
+    useful_s: _Seconds = 0.0
+    worker_s: _Seconds = 0.0
+    rolled_back: Mapping[str, Count] = field(default_factory=dict)
     group: str = ""
-    time: float = 0.0
+    time: _Seconds = 0.0
 
     def __post_init__(self) -> None:
         if self.end not in ENDS:
@@ -62,7 +65,7 @@ def append(path: str | os.PathLike[str], run: Run) -> None:
     While another job writes, the file may seem to end in the middle of that job's line (its size grows page by page):
     then an empty line follows it, which is no damage. Raises OSError if the file cannot be written.
     """
-    line = json.dumps(asdict(run) | {"time": run.time or time.time()}, separators=(",", ":")).encode() + b"\n"
+    line = replace(run, time=run.time or time.time()).to_json().encode() + b"\n"
     fd = open_fd(path, _APPEND, 0o644)
     try:
         size = os.fstat(fd).st_size
@@ -93,8 +96,8 @@ def read(path: str | os.PathLike[str], *, group: str | None = None, now: float |
         return []
     for line in filter(None, lines):
         try:
-            run = _parse(parse(line))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            run: Run = fit(parse(line), Run)
+        except ValueError:
             skipped += 1
             continue
         last[run.name] = run
@@ -105,19 +108,8 @@ def read(path: str | os.PathLike[str], *, group: str | None = None, now: float |
         if group is not None and run.group != group:
             continue
         silent = run.end == "running" and now - run.time > SILENT_S
-        runs.append(Run(**(asdict(run) | {"end": "killed"})) if silent else run)
+        runs.append(replace(run, end="killed") if silent else run)
     return runs
-
-
-def _parse(raw: Any) -> Run:
-    rolled_back = {str(tier): int(count) for tier, count in raw["rolled_back"].items()}
-    seconds = [float(raw[name]) for name in ("useful_s", "worker_s", "time")]
-    if not all(0 <= each < float("inf") for each in seconds) or min(rolled_back.values(), default=0) < 0:
-        raise ValueError("a duration or a count is out of range")
-    name, end, group = (raw[key] for key in ("name", "end", "group"))
-    if not all(isinstance(each, str) for each in (name, end, group)):
-        raise ValueError("a name is not text")
-    return Run(name, end, seconds[0], seconds[1], rolled_back, group, seconds[2])
 
 
 # -- when runs end before their planned end, and how many of them without a chance to save ----------------------------
@@ -135,12 +127,9 @@ class RunEnding:
     """Hazard of ending early, constant between given times, and the share of abrupt ends among those.
 
     Attributes:
-        since_s: where each rate begins, in useful seconds of a run; the first is 0.
+        since_s: where each rate begins, in useful seconds of a run, ascending; the first is 0.
         rates: early ends a second from there on.
         abrupt: share of them after which only a durable checkpoint is left.
-
-    Raises:
-        ValueError: for values out of range.
     """
 
     since_s: tuple[float, ...]
@@ -150,12 +139,6 @@ class RunEnding:
     _sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.since_s) != len(self.rates) or not self.rates or self.since_s[0] != 0:
-            raise ValueError(f"rates must begin at 0 and each have a beginning, got {self.since_s} and {self.rates}")
-        if list(self.since_s) != sorted(set(self.since_s)):
-            raise ValueError(f"beginnings must ascend, got {self.since_s}")
-        if not 0 <= self.abrupt <= 1 or min(self.rates) < 0:
-            raise ValueError(f"abrupt must be between 0 and 1 and rates at least 0, got {self.abrupt} and {self.rates}")
         pieces = zip(itertools.pairwise(self.since_s), self.rates[:-1], strict=True)
         sums = itertools.accumulate((rate * (until - since) for (since, until), rate in pieces), initial=0.0)
         object.__setattr__(self, "_sums", tuple(sums))
@@ -220,10 +203,6 @@ class Hazard:
     faults: int = 0
     worker_s: float = 0.0
     prior: tuple[tuple[float, float], ...] = PRIOR
-
-    def __post_init__(self) -> None:
-        if not self.prior or any(weight <= 0 or hours <= 0 for weight, hours in self.prior):
-            raise ValueError(f"weights and hours must be above 0, got {self.prior}")
 
     def seen(self, faults: int, worker_s: float) -> Hazard:
         return replace(self, faults=self.faults + faults, worker_s=self.worker_s + worker_s)

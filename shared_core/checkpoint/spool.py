@@ -24,15 +24,17 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shared_core.checkpoint.store import folder_name
+from shared_core.codec import Between, Count, FileName, OsText, Record, fit
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.faults import inject
 from shared_core.plain_json import is_count, parse
 from shared_core.resources import FULL
+from shared_core.system.process import machine_bytes
 
 #: Name of the folder in the job's folder.
 FOLDER = "checkpoints"
@@ -40,7 +42,6 @@ BELL = "bell"
 SEALED = ".sealed"
 _STATUS, _SPARE, _HELD, _CLAIM = "status.json", "spare", "held.json", "claim.json"
 _STEP = re.compile(r"step-(\d{10,})")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: A larger world size is refused: the writer looks for the part of each rank.
 _MOST_RANKS = 1 << 20
 #: Share of the machine's memory that snapshots leave free.
@@ -58,13 +59,13 @@ class Target:
         quota_bytes: most that all of them may take, those being written included; 0 is no limit.
     """
 
-    where: str
+    where: OsText
     keep: int = 2
     quota_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Sealed:
+class Sealed(Record):
     """One rank's part of a snapshot.
 
     Attributes:
@@ -77,17 +78,17 @@ class Sealed:
         target: where it is to be written; None keeps it in memory only.
     """
 
-    step: int
-    rank: int
-    world_size: int
-    local: tuple[int, ...]
-    files: tuple[str, ...]
+    step: Count
+    rank: Count
+    world_size: Annotated[int, Between(0, _MOST_RANKS)]
+    local: tuple[Count, ...]
+    files: tuple[FileName, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
     target: Target | None = None
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(Record):
     """What the writer reports.
 
     Attributes:
@@ -108,7 +109,7 @@ class Status:
     waiting: int = -1
     failed: int = -1
     cause: str = ""
-    message: str = ""
+    message: OsText = ""
     seconds: float = 0.0
     bytes: int = 0
 
@@ -116,29 +117,10 @@ class Status:
 def sealed_of(raw: str | bytes) -> Sealed:
     """The part of a snapshot that a note seals. Raises CorruptFile for anything else."""
     try:
-        body = parse(raw)
-        target = None if body["target"] is None else Target(**body["target"])
-        part = Sealed(**(body | {"local": tuple(body["local"]), "files": tuple(body["files"]), "target": target}))
-        good = (
-            all(map(is_count, (part.step, part.rank, part.world_size, *part.local)))
-            and part.world_size <= _MOST_RANKS
-            and all(isinstance(name, str) and _NAME.fullmatch(name) for name in part.files)
-            and isinstance(part.meta, dict)
-            and (target is None or (_is_like(target, Target("")) and b"\0" not in os.fsencode(target.where)))
-        )
-    except (ValueError, LookupError, TypeError) as error:
+        part: Sealed = fit(parse(raw), Sealed)
+        return part
+    except ValueError as error:
         raise CorruptFile(f"this does not seal a snapshot: {error}") from error
-    if not good:
-        raise CorruptFile("this does not seal a snapshot: a number or name is none")
-    return part
-
-
-def _is_like(one: Target | Status, other: Target | Status) -> bool:
-    """Whether the fields of one have the types of those of the other; whole numbers stand for others too."""
-    return all(
-        type(getattr(one, each.name)) in (type(getattr(other, each.name)), *([int] if each.type == "float" else []))
-        for each in fields(one)
-    )
 
 
 class Spool:
@@ -181,8 +163,7 @@ class Spool:
     def seal(self, part: Sealed) -> None:
         """Note that a rank's files are whole, and ring the bell. Raises StorageFull if there is no room."""
         meta = {**part.meta, "attempt": self.attempt, "world_size": part.world_size}
-        body = json.dumps(asdict(part) | {"meta": meta})
-        _replace(self._path(part.step) / f"rank{part.rank}{SEALED}", body)
+        _replace(self._path(part.step) / f"rank{part.rank}{SEALED}", replace(part, meta=meta).to_json())
         self.ring()
 
     def ring(self) -> None:
@@ -246,10 +227,9 @@ class Spool:
 
     def held(self) -> set[tuple[int, int]]:
         """(attempt, step) of the snapshots to be kept; empty if the file is damaged."""
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            keys = {(attempt, step) for attempt, step in parse((self.folder / _HELD).read_bytes())}
-            if all(is_count(number) for key in keys for number in key):
-                return keys
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            keys: set[tuple[int, int]] = fit(parse((self.folder / _HELD).read_bytes()), set[tuple[Count, Count]])
+            return keys
         return set()
 
     def claim(self, where: str, owner: str) -> None:
@@ -262,10 +242,9 @@ class Spool:
 
     def claimed(self) -> tuple[str, str] | None:
         """The newest claim; None if there is none, or if it is damaged."""
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            where, owner = parse((self.folder / _CLAIM).read_bytes())
-            if isinstance(where, str) and isinstance(owner, str):
-                return where, owner
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            claim: tuple[str, str] = fit(parse((self.folder / _CLAIM).read_bytes()), tuple[OsText, OsText])
+            return claim
         return None
 
     def all_attempts(self) -> Iterator[Spool]:
@@ -280,9 +259,9 @@ class Spool:
 
     def status(self) -> Status:
         """The writer's newest report; an empty one before the first, or if it is damaged."""
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            status = Status(**parse(self._status.read_bytes()))
-            if _is_like(status, Status()) and (not status.committed or is_count(status.committed.get("step"))):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            status: Status = fit(parse(self._status.read_bytes()), Status)
+            if not status.committed or is_count(status.committed.get("step")):
                 return status
         return Status()
 
@@ -301,7 +280,7 @@ class Spool:
     def set_status(self, status: Status) -> None:
         """Used by the writer only."""
         with contextlib.suppress(OSError):  # it lies in memory, which may be full
-            _replace(self._status, json.dumps(asdict(status)))
+            _replace(self._status, status.to_json())
 
     def wait_committed(self, step: int, timeout_s: float) -> bool:
         """Wait until a checkpoint of ``step`` or later of this attempt is committed; False on failure or time-out."""
@@ -319,24 +298,9 @@ class Spool:
 
 
 def available_memory() -> int:
-    """Free memory of this machine in bytes, less a reserve; the limit of the control group counts too."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (1024 * int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup") / _control_group()
-        limit = int((group / "memory.max").read_text())  # raises ValueError for "max": no limit
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Pages of files can be freed, but those of memory file systems cannot.
-        reclaimable = int(stat["file"]) - int(stat["shmem"])
-        total, free = min(total, limit), min(free, limit - int((group / "memory.current").read_text()) + reclaimable)
+    """Free memory of this machine in bytes, less a reserve."""
+    free, total = machine_bytes()
     return max(0, free - int(_RESERVE * total))
-
-
-def _control_group() -> str:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::"):
-            return line.removeprefix("0::").strip("/")
-    return ""
 
 
 def _replace(path: Path, text: str) -> None:

@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
+from shared_core.codec import FILE_NAME, Count, FileName, fit
 from shared_core.errors import CorruptFile, NotAFile, StorageFull
 from shared_core.faults import inject
-from shared_core.plain_json import is_count, parse
+from shared_core.plain_json import parse
 from shared_core.system import marker
 from shared_core.system.marker import MADE
 
@@ -38,7 +39,6 @@ DONE, MISSED, LAST, BEGUN = ".done", ".missed", ".last", "begun.json"
 #: No manifest, mark or note has more bytes than this.
 MOST_BYTES = 64 << 20
 _FOLDER = re.compile(r"step-(\d{10,})")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MARK = re.compile(r"rank(\d+)\.(?:done|missed|last)")
 
 #: A folder, a URL, or storage that is open.
@@ -87,8 +87,20 @@ class Checkpoint:
 class StoreMark:
     """What one rank has made durable: SHA-256 and size in bytes of each part, by name; metadata of their checkpoint."""
 
-    parts: Mapping[str, tuple[str, int]]
+    parts: Mapping[FileName, tuple[str, Count]]
     meta: Mapping[str, Any]
+
+
+class _Manifest(TypedDict):
+    parts: dict[FileName, str]
+    meta: dict[str, Any]
+    sizes: dict[str, Count]
+    time: float
+
+
+class _Sealed(TypedDict):
+    sha256: str
+    manifest: str
 
 
 def copy_part(dir: Where, step: int, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
@@ -100,7 +112,7 @@ def copy_part(dir: Where, step: int, name: str, chunks: Iterable[bytes | memoryv
         StorageFull: no room; the begun file is removed, earlier checkpoints are as they were.
         ValueError: ``name`` is no plain file name, or ``step`` is negative.
     """
-    if not _NAME.fullmatch(name) or name in (MANIFEST, BEGUN, MADE) or _MARK.fullmatch(name):
+    if FILE_NAME.wrong(name) or name in (MANIFEST, BEGUN, MADE) or _MARK.fullmatch(name):
         raise ValueError(f"part name {name!r} must be a plain file name other than {MANIFEST} and rank*{DONE}")
     storage, folder = _open(dir), folder_name(step)
     sign(storage, step)
@@ -321,12 +333,9 @@ def write_mark(dir: Where, step: int, rank: int, mark: StoreMark) -> None:
 
 def read_mark(dir: Where, step: int, rank: int) -> StoreMark | None:
     """A rank's mark for a step; None if there is none that can be read."""
-    with contextlib.suppress(OSError, CorruptFile, ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        body = _unseal(read_file(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"))
-        if body["format"] == FORMAT and body["step"] == step:
-            parts = {name: (str(each[0]), int(each[1])) for name, each in body["parts"].items()}
-            if _is_parts({name: digest for name, (digest, _) in parts.items()}) and isinstance(body["meta"], dict):
-                return StoreMark(parts, body["meta"])
+    with contextlib.suppress(OSError, CorruptFile, ValueError):
+        mark: StoreMark = _unseal(read_file(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"), step, StoreMark)
+        return mark
     return None
 
 
@@ -397,30 +406,15 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
     """The checkpoint of a step; parts are not read. Raises NeverCompleted (no manifest), CorruptFile or OSError."""
     storage = _open(dir)
     try:
-        manifest = _unseal(read_file(storage, f"{folder_name(step)}/{MANIFEST}"))
-        if manifest["format"] != FORMAT:
-            raise CorruptFile(f"its format is {manifest['format']}, this version reads {FORMAT}")
-        if manifest["step"] != step:
-            raise CorruptFile(f"the manifest is of step {manifest['step']}")
-        sizes, when = manifest["sizes"], float(manifest["time"])
-        if not (_is_parts(manifest["parts"]) and isinstance(manifest["meta"], dict) and isinstance(sizes, dict)):
-            raise CorruptFile("the manifest names no parts, or has no meta")
-        if not all(map(is_count, sizes.values())):
-            raise CorruptFile("the manifest says of a part that it has no size")
-        return Checkpoint(storage, step, manifest["parts"], manifest["meta"], sizes, when)
+        return Checkpoint(
+            storage, step, **_unseal(read_file(storage, f"{folder_name(step)}/{MANIFEST}"), step, _Manifest)
+        )
     except (FileNotFoundError, NotADirectoryError) as error:
         if MANIFEST in storage.names(folder_name(step)):
             raise CorruptFile(f"the manifest cannot be read ({error})") from error
         raise NeverCompleted("it was never completed (no manifest)") from error
-    except (NotAFile, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (NotAFile, ValueError) as error:
         raise CorruptFile(f"the manifest cannot be read ({error})") from error
-
-
-def _is_parts(parts: Any) -> bool:
-    """Whether these are checksums by names of files, none of which lies elsewhere."""
-    return isinstance(parts, dict) and all(
-        _NAME.fullmatch(name) and isinstance(digest, str) for name, digest in parts.items()
-    )
 
 
 def _shown(storage: Storage, step: int) -> str:
@@ -458,13 +452,17 @@ def _seal(body: Mapping[str, Any]) -> bytes:
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}).encode()
 
 
-def _unseal(raw: bytes) -> dict[str, Any]:
-    sealed = parse(raw)
-    text = sealed["manifest"]
-    if hashlib.sha256(text.encode()).hexdigest() != sealed["sha256"]:
+def _unseal(raw: bytes, step: int, shape: Any) -> Any:
+    """Inverse of :func:`_seal`, as a value of type ``shape``. Raises CorruptFile or ValueError."""
+    sealed = fit(parse(raw), _Sealed)
+    if hashlib.sha256(sealed["manifest"].encode()).hexdigest() != sealed["sha256"]:
         raise CorruptFile("the manifest fails its own checksum")
-    body: dict[str, Any] = parse(text)
-    return body
+    body = fit(parse(sealed["manifest"]), dict[str, Any])
+    if body.get("format") != FORMAT:
+        raise CorruptFile(f"its format is {body.get('format')}, this version reads {FORMAT}")
+    if body.get("step") != step:
+        raise CorruptFile(f"the manifest is of step {body.get('step')}")
+    return fit(body, shape)
 
 
 def _is_wanted(storage: Storage, step: int, wanted: Callable[[Checkpoint], bool]) -> bool:

@@ -105,7 +105,7 @@ def _events(options: argparse.Namespace) -> int:
         return 0
     print(format_recoveries(grouped, chosen.events[0].time))
     if options.all:
-        print(f"\n{format_timeline(chosen.events, color=sys.stdout.isatty())}", flush=True)
+        print(f"\n{format_timeline(chosen.events)}", flush=True)
     else:
         print(f"\n{ended(chosen.events)}; --all prints all {len(chosen.events)} events", flush=True)
     if chosen.others:

@@ -60,7 +60,7 @@ class Servers:
     def serve(self, job_dir: Path) -> None:
         follower = Follower(job_dir)
         if self._dashboard is not None:
-            self._dashboard.serve(_dashboard_pages(follower.view))
+            self._dashboard.serve(dashboard_pages(follower.view))
             looks = threading.Thread(
                 target=_keep_looking, args=[follower, self._closed], name="swift-looks", daemon=True
             )
@@ -85,7 +85,7 @@ def _keep_looking(follower: Follower, closed: threading.Event) -> None:
             follower.view()
 
 
-def _dashboard_pages(view: Callable[[], JobView]) -> dict[str, Page]:
+def dashboard_pages(view: Callable[[], JobView]) -> dict[str, Page]:
     """The page, and the data that it asks for again and again. ``view``: gives what there is to see now."""
     html = (files("shared_core.watch") / "page.html").read_bytes()
     policy = (

@@ -287,10 +287,8 @@ def _events_path(args: argparse.Namespace) -> str | None:
 
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
     if not args.several:
-        from shared_core.launcher.rendezvous import LocalRendezvous
-
-        return LocalRendezvous(torchrun.run_id)
-    from shared_core.launcher.rendezvous import RendezvousOptions, SwiftRendezvousHandler
+        return None
+    from shared_core.launcher.rendezvous import Rendezvous, RendezvousOptions
     from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
@@ -308,7 +306,7 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         address=torchrun.local_addr,
         port=args.port or 0,
     )
-    return SwiftRendezvousHandler(register, options)
+    return Rendezvous(register, options)
 
 
 def _before_the_program(modules: Sequence[str], section: bool) -> tuple[str, ...]:
@@ -347,9 +345,6 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         SwiftError: for options that cannot be honoured.
     """
     import torch
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.metrics import initialize_metrics
-    from torch.distributed.elastic.metrics.api import MetricsConfig
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, determine_local_world_size
@@ -386,22 +381,19 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         modules,
         () if preload.trains_nothing(script) else _before_the_program(modules, section is not None),
     )
-    spec = WorkerSpec(
-        role=torchrun.role,
-        local_world_size=torchrun.nproc_per_node,
-        entrypoint=args.training_script,
-        args=program.args,
-        rdzv_handler=_rendezvous(args, torchrun),
-        max_restarts=torchrun.max_restarts,
-        monitor_interval=torchrun.monitor_interval,
-        local_addr=torchrun.local_addr,
-        event_log_handler=torchrun.event_log_handler,
-        virtual_local_rank=torchrun.virtual_local_rank,
-    )
+    rendezvous = _rendezvous(args, torchrun)
     events = _events_path(args)
     servers = serving.Servers(config, events)
     options = AgentOptions(
         config=config,
+        run_id=torchrun.run_id,
+        nproc=torchrun.nproc_per_node,
+        max_restarts=torchrun.max_restarts,
+        monitor_interval=float(torchrun.monitor_interval),
+        role=torchrun.role,
+        local_addr=torchrun.local_addr,
+        event_log_handler=torchrun.event_log_handler,
+        virtual_local_rank=torchrun.virtual_local_rank,
         standbys=args.standbys,
         events=events,
         grace_s=float(args.shutdown_timeout) if args.shutdown_timeout is not None else 5.0,
@@ -427,8 +419,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
             stderr_filters=torchrun.duplicate_stderr_filters or (),
         )
 
-    initialize_metrics(MetricsConfig(torchrun.metrics_cfg))
-    agent = Agent(spec, program, options, make_logs, early)
+    agent = Agent(program, options, rendezvous, make_logs, early)
     # Made by torchelastic for error files, and for what is only passed on.
     own_logs = [logs_specs.root_log_dir] if args.own_logs else []
     caretaker = Caretaker([*agent.folders, *own_logs])
@@ -447,7 +438,8 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         raise
     finally:
         servers.close()
-        spec.rdzv_handler.shutdown()
+        if rendezvous is not None:
+            rendezvous.close()
         caretaker.close()
         if not failed and not agent.logs_used:
             for folder in own_logs:

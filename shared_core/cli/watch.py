@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from shared_core.protocol.leaving import AGREED, ANSWER_BYTES, LEAVE
 from shared_core.system.jobdir import AGENT, Card, jobs_here
 from shared_core.transport import local
 from shared_core.watch.follower import Follower
-from shared_core.watch.text import drawn, format_jobs, format_view, need_rich
-from shared_core.watch.view import JobView
+from shared_core.watch.text import format_jobs, format_view
 
+#: Before each view: the screen is cleared on a terminal, elsewhere a line divides them.
+_CLEAR, _LINE = "\x1b[H\x1b[J", "\n" + "-" * 72 + "\n"
 JOB = (
     "how the run's id begins, the --rdzv-id, the pid of swiftrun, or the job's events.jsonl; may be left out where one "
     "job runs on this machine"
@@ -53,54 +53,22 @@ def add_command(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    on_screen = sys.stdout.isatty() and not options.json
-    if on_screen:
-        need_rich()
     view = _follower(options.job).view()
-    if options.json:
-        print(json.dumps(view.to_dict(), indent=2), flush=True)
-    elif on_screen:
-        from rich.console import Console
-
-        Console().print(drawn(view))
-    else:
-        print(format_view(view), flush=True)
+    print(json.dumps(view.to_dict(), indent=2) if options.json else format_view(view), flush=True)
     return 0
 
 
 def _watch(options: argparse.Namespace) -> int:
-    on_screen = sys.stdout.isatty()
-    if on_screen:
-        need_rich()
-    follower = _follower(options.job)
+    follower, before = _follower(options.job), _CLEAR if sys.stdout.isatty() else ""
     with suppress(KeyboardInterrupt):  # which is how it is meant to be ended
-        (_on_screen if on_screen else _in_lines)(follower, options.every)
+        while True:
+            view = follower.view()
+            print(before + format_view(view), flush=True)
+            if view.over:
+                break
+            before = before or _LINE
+            time.sleep(options.every)
     return 0
-
-
-def _in_lines(follower: Follower, every_s: float) -> None:
-    before = ""
-    for view in _views(follower, every_s):
-        print(before + format_view(view), flush=True)
-        before = "\n" + "-" * 72 + "\n"
-
-
-def _on_screen(follower: Follower, every_s: float) -> None:
-    from rich.live import Live
-
-    with Live(drawn(follower.view()), auto_refresh=False) as live:
-        for view in _views(follower, every_s):
-            live.update(drawn(view), refresh=True)
-
-
-def _views(follower: Follower, every_s: float) -> Iterator[JobView]:
-    """Again and again, until the job is over."""
-    while True:
-        view = follower.view()
-        yield view
-        if view.over:
-            return
-        time.sleep(every_s)
 
 
 def _follower(job: str | None) -> Follower:

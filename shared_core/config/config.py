@@ -43,23 +43,6 @@ class SwiftConfig(Section):
 
     A section is given as a mapping or as its own class: ``SwiftConfig(checkpoint={"dir": "checkpoints"})``.
 
-    Attributes:
-        on_failure: the answer to the failure of a worker.
-        data: how a replacement regains its place in the data.
-        seed: of all that is ``seeded``.
-        stragglers: the answer to a slow worker.
-        notice: what tells that this machine will be taken away.
-        checkpoint: checkpoints for a restart.
-        resize: a number of workers that changes.
-        reroute: the others compute a failed worker's share.
-        replay: replacements of pipelines without replicas.
-        log: the message log.
-        detection: when a worker counts as failed.
-        state: what is kept and compared of the training state.
-        device: where tensors are.
-        standby: processes that are ready to take a failed worker's place.
-        watch: what the launcher tells of the running job.
-
     Example::
 
         options = shared_core.SwiftConfig(on_failure="restart", checkpoint={"dir": "checkpoints", "every_steps": 100})

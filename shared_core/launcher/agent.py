@@ -1,6 +1,6 @@
 """The agent of one machine: it starts the workers, notices within milliseconds when one fails, and replaces that one.
 
-It takes torchelastic's worker specification, rendezvous handler, result and events; the loop is its own. It waits on
+It gives torchelastic's result and events; the loop is its own. It waits on
 descriptors (pidfds, standbys, signals, messages of workers) and never sleeps; a tick of ``monitor_interval`` finds
 workers that are stopped or make no progress. The store is hosted here, so any worker may die, rank 0 too.
 """
@@ -15,14 +15,14 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from shared_core.errors import OutOfResources
 from shared_core.events import console
+from shared_core.launcher.attempt import LOOPBACK
 from shared_core.launcher.attempts import Attempts, MachineWorkers
 from shared_core.launcher.control_channel import ControlChannel
-from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.failures import WorkerFailures
 from shared_core.launcher.job_reporter import JobReporter
@@ -32,7 +32,7 @@ from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.persisting import LastCheckpoint, Persisting
-from shared_core.launcher.rendezvous import JobOver, SwiftRendezvousHandler
+from shared_core.launcher.rendezvous import JobOver, Rendezvous
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.starting import AgentOptions, Program, Starter
@@ -45,6 +45,7 @@ from shared_core.protocol.resizing import Resizing
 from shared_core.resources import free_bytes
 from shared_core.system import process
 from shared_core.system.jobdir import MEMORY, JobDir
+from shared_core.system.secret import derive
 from shared_core.transport.store import StoreError
 from shared_core.waiting import Wait, ranks_text
 
@@ -60,7 +61,7 @@ class Agent:
     """Runs the workers of one machine. Call on the main thread: it takes over the signals.
 
     Args:
-        spec: torchelastic's specification; ``max_restarts`` is the number of workers that may be replaced in all.
+        rendezvous: with the other machines; None without any.
         make_logs: called with the ranks of this machine; makes the log files.
         early: a zygote that was started before torch was imported here.
 
@@ -73,15 +74,15 @@ class Agent:
 
     def __init__(
         self,
-        spec: WorkerSpec,
         program: Program,
         options: AgentOptions,
+        rendezvous: Rendezvous | None,
         make_logs: Callable[[list[int]], WorkerLogs],
         early: Standby | None = None,
     ) -> None:
-        self._spec, self._program, self._options = spec, program, options
-        config, nproc = options.config, spec.local_world_size
-        self._tick_s = min(max(float(spec.monitor_interval), TICK_S[0]), TICK_S[1])
+        self._program, self._options, self._rendezvous = program, options, rendezvous
+        config, nproc = options.config, options.nproc
+        self._tick_s = min(max(options.monitor_interval, TICK_S[0]), TICK_S[1])
         self._last_tick = 0.0
         process.become_subreaper()
         job = self._job = JobDir(config.log.dir)
@@ -95,11 +96,10 @@ class Agent:
         self.job_dir, self.folders = job.path, job.folders
         if job.note:
             console(job.note)
-        self.records = Records(lambda: self._attempts.places)
+        backend = rendezvous.backend if rendezvous is not None else "static"
+        self.records = Records(program, options, backend, lambda: self._attempts.places)
         wakeup = self._wakeup = Wakeup()
-        control = self._control = ControlSocket(job.path, wakeup.tell)
-        book = FailureBook(spec.max_restarts, options.loop_limit)
-        resizing = self._resizing = Resizing(config, nproc, least=options.machines[0], most=options.machines[1])
+        book = FailureBook(options.max_restarts, options.loop_limit)
         job_reporter = self._job_reporter = JobReporter(program, options, job.path, book, uuid.uuid4().hex[:12])
         worker_pool = self._worker_pool = WorkerPool(
             wakeup.selector,
@@ -112,27 +112,24 @@ class Agent:
         )
         starter = self._starter = Starter(program, options, job.path, worker_pool, make_logs)
         membership: MachineMembership | None = None
-        if isinstance(spec.rdzv_handler, SwiftRendezvousHandler):
+        if rendezvous is not None:
             membership = MachineMembership(
-                spec.rdzv_handler,
+                rendezvous,
                 job.path,
                 pause=self._pause,
                 wake=wakeup.tell,
                 stop_workers=self._stop_at_once,
                 number=lambda: self._attempts.number,
-                secret=options.secret,
+                key=derive(options.secret, options.run_id),
             )
         spares = Spares(config, worker_pool, starter, job_reporter, job.path)
         attempts = self._attempts = Attempts(
-            spec,
-            options.store_port,
+            nproc,
+            (options.local_addr or LOOPBACK, options.store_port),
             job,
-            wakeup,
-            control,
             MachineWorkers(worker_pool, starter, spares, wakeup, self._tick_s),
             job_reporter,
-            book,
-            resizing,
+            Resizing(config, nproc, least=options.machines[0], most=options.machines[1]),
             membership,
         )
         self._last_checkpoint = LastCheckpoint(
@@ -143,25 +140,17 @@ class Agent:
             attempts.set_key,
         )
         alone = membership is None
-        self._resizes = Resizes(config, nproc, alone, attempts, job_reporter, resizing)
+        self._resizes = Resizes(config, nproc, alone, attempts)
         self._machines: OtherMachines | None = None
         if membership is not None:
-            self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
-        self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
+            self._machines = OtherMachines(membership, nproc, attempts, self._resizes)
+        self._failures = WorkerFailures(config, alone, attempts)
         notice = self._notice = Notice(config.notice, wakeup)
-        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, control, notice)
+        leaves = self._leaves = PlannedLeaves(config, attempts, self._machines, notice)
         self._control_channel = ControlChannel(
-            attempts,
-            self._resizes,
-            self._machines,
-            wakeup,
-            control,
-            job_reporter,
-            book,
-            self._last_checkpoint,
-            leaves.hear,
+            attempts, self._resizes, self._machines, self._last_checkpoint, leaves.hear
         )
-        self._stragglers = Stragglers(config, attempts, leaves, job_reporter)
+        self._stragglers = Stragglers(config, attempts, leaves)
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
 
@@ -194,7 +183,7 @@ class Agent:
                 self._end(ends_with)
             finally:
                 self._notice.close()
-                self._control.close()
+                self._attempts.control.close()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -225,8 +214,8 @@ class Agent:
 
     def _meet(self) -> None:
         with self.records.duration("RENDEZVOUS"):
-            info = self._spec.rdzv_handler.next_rendezvous()
-        self._attempts.place(info.rank, info.world_size)
+            place = self._rendezvous.meet() if self._rendezvous is not None else (0, 1)
+        self._attempts.place(*place)
 
     def _loop(self) -> RunResult:
         attempts, worker_pool, wakeup = self._attempts, self._worker_pool, self._wakeup
@@ -273,8 +262,8 @@ class Agent:
         if self._wakeup.told:
             return 0.0
         times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.workers.due)]
-        if self._resizing.grow_at is not None:
-            times.append(self._resizing.grow_at)
+        if (grow_at := self._attempts.resizing.grow_at) is not None:
+            times.append(grow_at)
         return min(times) - time.monotonic()
 
     def _pause(self, seconds: float) -> None:

@@ -10,14 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
-
+from shared_core.codec import Count, decode, dumps
 from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.events import console
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
 from shared_core.protocol import worker_messages as said
-from shared_core.protocol.codec import Count, decode, dumps
 from shared_core.protocol.failure_policy import Death
 from shared_core.protocol.generation import Cause, Entry, EntryKind
 from shared_core.protocol.preparing import place_key
@@ -141,28 +139,22 @@ class WorkerPlaces:
 
     Attributes:
         machine: place of this machine, from 0.
-        workers: torchelastic's, by local rank; empty before there is a place.
+        local: workers of each machine; 0 before there is a place.
     """
 
-    spec: WorkerSpec
     machine: int = 0
     machines: int = 1
-    workers: tuple[Worker, ...] = ()
-
-    @classmethod
-    def of(cls, spec: WorkerSpec, machine: int, machines: int, local: int) -> WorkerPlaces:
-        first, world = machine * local, machines * local
-        workers = tuple(Worker(i, first + i, first + i, world, world) for i in range(local))
-        return cls(spec, machine, machines, workers)
+    local: int = 0
 
     @property
     def ranks(self) -> list[int]:
-        return [worker.global_rank for worker in self.workers]
+        """Of this machine, by local rank."""
+        return list(range(self.machine * self.local, (self.machine + 1) * self.local))
 
     @property
     def world_size(self) -> int:
-        """Workers of all machines. Needs a place."""
-        return int(self.workers[0].world_size)
+        """Workers of all machines."""
+        return self.machines * self.local
 
     @property
     def speaks(self) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from shared_core.launcher.attempt import LOOPBACK, Attempt, WorkerPlaces
+from shared_core.launcher.attempt import Attempt, WorkerPlaces
 from shared_core.launcher.console import ranks
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import failure_of
@@ -22,7 +22,6 @@ from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase, transition
-from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
@@ -43,7 +42,7 @@ class MachineWorkers:
     """
 
     def __init__(self, pool: WorkerPool, starter: Starter, spares: Spares, wakeup: Wakeup, tick_s: float) -> None:
-        self.pool, self.starter, self.spares, self._wakeup, self._tick_s = pool, starter, spares, wakeup, tick_s
+        self.pool, self.starter, self.spares, self.wakeup, self._tick_s = pool, starter, spares, wakeup, tick_s
         self.failed: set[int] = set()
         self.missing: set[int] = set()
         self.pids: dict[int, int] = {}
@@ -77,7 +76,7 @@ class MachineWorkers:
 
     def start(self, local_rank: int, start: AttemptStart) -> None:
         if self.spares.start(local_rank, start):
-            self._wakeup.tell()  # its process is there
+            self.wakeup.tell()  # its process is there
 
     def start_due(self, start: AttemptStart) -> None:
         now = time.monotonic()
@@ -111,7 +110,7 @@ class MachineWorkers:
             pool.started()
             for one in pool.live.values():
                 one.kill(CANCELLED)
-            self._wakeup.wait(self._tick_s)
+            self.wakeup.wait(self._tick_s)
             pool.reap()
             pool.look_after_standbys()
 
@@ -129,32 +128,33 @@ class Attempts:
     """Begins and ends attempts on this machine. Its methods are for the agent's loop.
 
     Args:
-        store_port: port of the first attempt's store for the script's process groups; 0 for a free one.
+        nproc: workers of this machine, at most.
+        store_place: address and port of the first attempt's store for the script's process groups; 0 for a free port.
         membership: the other machines, if there are any.
 
     Attributes:
         number: of the attempt, from 0.
         absent: ranks without which the job ends.
+        control: where workers of this machine reach it; to be closed by who made this object.
     """
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        store_port: int,
+        nproc: int,
+        store_place: tuple[str, int],
         job: JobDir,
-        wakeup: Wakeup,
-        control: ControlSocket,
         workers: MachineWorkers,
         job_reporter: JobReporter,
-        book: FailureBook,
         resizing: Resizing,
         membership: MachineMembership | None,
     ) -> None:
-        self._spec, self._store_port, self._job, self._wakeup, self._control = spec, store_port, job, wakeup, control
-        self.workers, self._job_reporter, self._book, self._resizing = workers, job_reporter, book, resizing
+        self._nproc, self._store_place = nproc, store_place
+        self._job, self.workers, self.wakeup = job, workers, workers.wakeup
+        self.job_reporter, self.book, self.resizing = job_reporter, job_reporter.book, resizing
+        self.control = ControlSocket(job.path, self.wakeup.tell)
         self._membership = membership
         self.phase = AgentPhase.RENDEZVOUS
-        self.places = WorkerPlaces(spec)
+        self.places = WorkerPlaces()
         self.number, self.absent = 0, frozenset[int]()
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
@@ -208,16 +208,16 @@ class Attempts:
             self._actions[action](happened or Happened())
 
     def place(self, machine: int, machines: int) -> None:
-        self.places = WorkerPlaces.of(self._spec, machine, machines, self._spec.local_world_size)
+        self.places = WorkerPlaces(machine, machines, self._nproc)
         self.step(AgentEvent.PLACED)
 
     def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
         """End this attempt for all agents, unless another agent did, and begin the next."""
         entry = self.now.append(lambda: Entry(kind=EntryKind.RESTART, reason=reason, line=line))
         if entry is None:
-            self._wakeup.tell()
+            self.wakeup.tell()
         else:
-            self._job_reporter.emit("restart", reason=reason, attempt=self.number + 1)
+            self.job_reporter.emit("restart", reason=reason, attempt=self.number + 1)
             self.restart(entry, delay_s)
 
     def restart(self, entry: Entry, delay_s: float = 0.0) -> None:
@@ -243,7 +243,7 @@ class Attempts:
 
     def succeed(self, event: AgentEvent) -> None:
         if event is AgentEvent.ENDED_ELSEWHERE:
-            self.places = WorkerPlaces(self._spec)  # so that none of its workers is recorded
+            self.places = WorkerPlaces()  # so that none of its workers is recorded
         self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
         self.step(event)
 
@@ -251,9 +251,9 @@ class Attempts:
 
     def announce(self, one: LiveWorker) -> None:
         self.workers.arrived(one)
-        self._job_reporter.console_reporter.replacement(one.rank, one.pid)
+        self.job_reporter.console_reporter.replacement(one.rank, one.pid)
         if one.incarnation:
-            self._job_reporter.replacement(one)
+            self.job_reporter.replacement(one)
         elif not self.workers.missing:
             self.tell_start()
         if self.phase is AgentPhase.ENDING and one.cause == CANCELLED:
@@ -261,7 +261,7 @@ class Attempts:
 
     def tell_start(self) -> None:
         """Once an attempt: when all first workers run, or before the first failure."""
-        self._job_reporter.start(self.workers.pool.live.values(), self.workers.starter.config)
+        self.job_reporter.start(self.workers.pool.live.values(), self.workers.starter.config)
 
     def start_due(self) -> None:
         if self.workers.due:
@@ -278,8 +278,8 @@ class Attempts:
 
     def _in_what(self) -> AttemptStart:
         address = self._membership.rendezvous.address if self._membership is not None else ""
-        store = self._membership.rendezvous.keeper if self._membership is not None else str(self._control.path)
-        return AttemptStart(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
+        store = self._membership.rendezvous.keeper if self._membership is not None else str(self.control.path)
+        return AttemptStart(self.places, self.now, store, address, self.resizing.line, self.job_reporter.run_id)
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
@@ -287,84 +287,85 @@ class Attempts:
         membership, mine = self._membership, self.places.ranks
         self.workers.starter.open_logs(mine)
         self._attempt = attempt = self._alone() if membership is None else self._in_team(membership)
-        self._job_reporter.begins(attempt, self.places)
+        self.job_reporter.begins(attempt, self.places)
         self.workers.begin(mine)
         if membership is not None:
             membership.fetch(attempt.ledger, mine, self.number)
             for rank in mine:
                 if attempt.incarnations[rank]:
                     when = attempt.ledger.detected or time.time()
-                    self._job_reporter.console_reporter.failed(rank, "its machine failed", when)
+                    self.job_reporter.console_reporter.failed(rank, "its machine failed", when)
         for local_rank in range(len(mine)):
             self.workers.start(local_rank, self._in_what())
 
     def _alone(self) -> Attempt:
         """The attempt that begins on this machine, the only one; the one before is closed."""
         self.close()
-        store, places = self._control.new_store(), self.places
-        place = self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port
-        return Attempt(self.number, place, lambda: store, places.ranks, places.world_size, self._wakeup.tell)
+        store, places = self.control.new_store(), self.places
+        host, port = self._store_place
+        place = host, 0 if self.number else port
+        return Attempt(self.number, place, lambda: store, places.ranks, places.world_size, self.wakeup.tell)
 
     def _in_team(self, membership: MachineMembership) -> Attempt:
         """As :meth:`_alone`, on several machines; takes the number and the state that the others have."""
         team, places = membership.team(self._attempt, self.number), self.places
         assert team is not None  # it has a place
-        self._job_reporter.call(membership.rendezvous.run_id)
+        self.job_reporter.call(membership.rendezvous.run_id)
         self.close()
         if self._attempt is None and membership.rendezvous.line:  # given a place in the middle of the job
             line = Resized.from_json(membership.rendezvous.line, "first")
-            self._resizing.start_over(line)
+            self.resizing.start_over(line)
             membership.gather(team.machines, line)
         self.number, place, keeper = team.number, (team.host, team.port), team.keeper
-        connect, wake = lambda: membership.connect(keeper), self._wakeup.tell  # noqa: E731
+        connect, wake = lambda: membership.connect(keeper), self.wakeup.tell  # noqa: E731
         attempt = Attempt(self.number, place, connect, places.ranks, places.world_size, wake, team)
-        continued = self._resizing.line
+        continued = self.resizing.line
         attempt.begin(team.machines, continued.to_json() if continued is not None else "")
         return attempt
 
     def _replace(self, _: Happened) -> None:
-        self.workers.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
+        self.workers.replace_all({rank: local_rank for local_rank, rank in enumerate(self.places.ranks)})
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:
-        self._job_reporter.restarts(happened.entry, self.places, self.workers.starter.config, happened.reached)
+        self.job_reporter.restarts(happened.entry, self.places, self.workers.starter.config, happened.reached)
 
     def _clear(self, happened: Happened) -> None:
         line = happened.entry.line
         self._job.clear(keep=line.attempt if line is not None else None)
 
     def _delay(self, happened: Happened) -> None:
-        self._resizing.done(time.monotonic(), len(self.places.ranks), happened.entry.line)
+        self.resizing.done(time.monotonic(), len(self.places.ranks), happened.entry.line)
         deadline = time.monotonic() + happened.delay_s
-        while not self._wakeup.received and time.monotonic() < deadline:
-            self._wakeup.wait(deadline - time.monotonic())
+        while not self.wakeup.received and time.monotonic() < deadline:
+            self.wakeup.wait(deadline - time.monotonic())
             self.workers.pool.reap()
 
     def _regroup(self, happened: Happened) -> None:
         entry, before, membership = happened.entry, self.places.world_size, self._membership
         self.number += 1
         if membership is None:
-            places = WorkerPlaces.of(self._spec, 0, 1, entry.workers)
+            places = WorkerPlaces(0, 1, entry.workers)
         else:
             slot = membership.regroup(entry.machines, self.number)
-            places = WorkerPlaces.of(self._spec, slot, len(entry.machines), self._spec.local_world_size)
+            places = WorkerPlaces(slot, len(entry.machines), self._nproc)
             if entry.line is not None:
                 membership.gather(entry.machines, entry.line)
         self.places = places
-        self._job_reporter.resizes(before, places, entry.line, happened.reached)
-        self._resizing.done(time.monotonic(), entry.workers, entry.line)
-        self._book.forget_ranks()  # their ranks mean other workers now
+        self.job_reporter.resizes(before, places, entry.line, happened.reached)
+        self.resizing.done(time.monotonic(), entry.workers, entry.line)
+        self.book.forget_ranks()  # their ranks mean other workers now
 
     def _forget(self, _: Happened) -> None:
         self.close()
         self._attempt = None
-        self._job_reporter.begins(None, None)
+        self.job_reporter.begins(None, None)
         self._job.clear()
-        self._resizing.start_over(None)
+        self.resizing.start_over(None)
 
     def _let_go(self, _: Happened) -> None:
         """Replacements still on their way have nothing left to do: the job ends without these ranks."""
         self.absent = frozenset(range(len(self.now.incarnations))).difference(self.now.ledger.present())
         if self.absent:
-            self._job_reporter.ends_without(self.absent, ranks(sorted(self.absent)))
+            self.job_reporter.ends_without(self.absent, ranks(sorted(self.absent)))
             self.workers.let_go(self.absent)

@@ -314,7 +314,7 @@ def count(number: int, what: str) -> str:
 
 
 def host_of(machine: str) -> str:
-    """``node2 (10.0.0.2)`` for the name of a machine; see :class:`SwiftRendezvousHandler`."""
+    """``node2 (10.0.0.2)`` for the name of a machine; see :class:`Rendezvous`."""
     place, _, mark = machine.partition("#")
     host, address = mark.rpartition(".")[0], place.rpartition(":")[0]
     return f"{host} ({address})" if host and host != address else address

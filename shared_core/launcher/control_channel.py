@@ -10,13 +10,9 @@ from shared_core.config import CHECKPOINT_OPTIONS
 from shared_core.errors import ConfigError
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
-from shared_core.launcher.control_socket import ControlSocket
-from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.other_machines import OtherMachines, Resizes
 from shared_core.launcher.persisting import LastCheckpoint
-from shared_core.launcher.wakeup import Wakeup
 from shared_core.protocol.agent_phase import AgentEvent
-from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.generation import CauseKind, Entry, EntryKind
 from shared_core.protocol.worker_messages import DAMAGED, LEAVES, PREPARED, REPORTS, SAVED
 
@@ -31,17 +27,11 @@ class ControlChannel:
         attempts: Attempts,
         resizes: Resizes,
         machines: OtherMachines | None,
-        wakeup: Wakeup,
-        control: ControlSocket,
-        job_reporter: JobReporter,
-        book: FailureBook,
         last_checkpoint: LastCheckpoint,
         leave: Callable[[Any], None],
     ) -> None:
         self._attempts, self._resizes, self._machines, self._workers = attempts, resizes, machines, attempts.workers
-        self._wakeup, self._control = wakeup, control
-        self._job_reporter, self._book = job_reporter, book
-        self._last_checkpoint = last_checkpoint
+        self._job_reporter, self._last_checkpoint = attempts.job_reporter, last_checkpoint
         self._words: dict[str, Callable[[Any], None]] = {
             "divergent": self._divergent,
             DAMAGED: self._damaged,
@@ -62,7 +52,7 @@ class ControlChannel:
         def continues() -> bool:
             return attempts.now is attempt and attempts.result is None
 
-        for pid, wish in self._control.wishes():
+        for pid, wish in attempts.control.wishes():
             self._wish(pid, wish)
         for entry in attempt.ledger.follow():
             self._follow(entry)
@@ -117,7 +107,7 @@ class ControlChannel:
 
     def _saved(self, said: Any) -> None:
         self._last_checkpoint.saved(asdict(said))
-        self._wakeup.tell()  # look at the signals again
+        self._attempts.wakeup.tell()  # look at the signals again
 
     def _wish(self, pid: int, wish: dict[str, Any]) -> None:
         """A script on this machine asks for checkpoints, and the launcher's own options do not."""
@@ -141,7 +131,7 @@ class ControlChannel:
 
     def _restart(self, said: Any) -> None:
         reason = said.reason
-        if self._book.take():
+        if self._attempts.book.take():
             # No line: a worker that asks for this could not continue from the present one.
             self._attempts.restart_all(reason, 0.0, line=None)
             return

@@ -10,9 +10,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from shared_core.codec import decode
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
-from shared_core.protocol.codec import decode
 from shared_core.protocol.leaving import ANSWER_BYTES, LEAVE
 from shared_core.protocol.worker_messages import WISH, WISH_BYTES
 from shared_core.system.jobdir import AGENT

@@ -8,16 +8,13 @@ from collections.abc import Collection
 from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
-from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.logs import ERROR_FILE
-from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
-from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, ResponsePlan
+from shared_core.protocol.failure_policy import AS_ANY, Death, ResponsePlan
 from shared_core.protocol.generation import CauseKind, Entry
 from shared_core.protocol.leaving import EXIT_LEFT
-from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 
 Failed = list[tuple[LiveWorker, Death]]
@@ -26,18 +23,9 @@ Failed = list[tuple[LiveWorker, Death]]
 class WorkerFailures:
     """Answers the deaths of workers. ``alone``: there is no other machine."""
 
-    def __init__(
-        self,
-        config: SwiftConfig,
-        alone: bool,
-        attempts: Attempts,
-        wakeup: Wakeup,
-        job_reporter: JobReporter,
-        book: FailureBook,
-        resizing: Resizing,
-    ) -> None:
+    def __init__(self, config: SwiftConfig, alone: bool, attempts: Attempts) -> None:
         self._config, self._alone, self._attempts = config, alone, attempts
-        self._wakeup, self._job_reporter, self._book, self._resizing = wakeup, job_reporter, book, resizing
+        self._job_reporter, self._book, self._resizing = attempts.job_reporter, attempts.book, attempts.resizing
 
     def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
         """Workers died, with these exit codes: write the next generation first, then answer."""
@@ -58,7 +46,7 @@ class WorkerFailures:
             entry = attempts.now.next_generation(deaths, detected, plan.stay)
             if entry is None:
                 self._book.charge(plan)
-                self._wakeup.tell()  # another machine ended this attempt first
+                attempts.wakeup.tell()  # another machine ended this attempt first
                 return
             plan = plan.as_written(entry, self._config.reroute.rejoin_after_s)
             self._begin(plan, entry, failed)

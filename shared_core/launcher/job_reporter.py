@@ -29,7 +29,7 @@ class JobReporter:
     """Reports one agent's job. ``run_id`` becomes equal on all machines with :meth:`call`."""
 
     def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: FailureBook, run_id: str) -> None:
-        self._program, self._options, self._job_dir, self._book = program, options, job_dir, book
+        self._program, self._options, self._job_dir, self.book = program, options, job_dir, book
         self._budget = book.budget
         self.console_reporter = ConsoleReporter(console, begun())
         self.run_id = run_id
@@ -48,10 +48,10 @@ class JobReporter:
     def begins(self, attempt: Attempt | None, places: WorkerPlaces | None) -> None:
         """Reports belong to this attempt from now on; None between two. Writes the job's card."""
         self._attempt, self._places, self._start_told = attempt, places, False
-        if attempt is not None and places is not None:
+        if attempt is not None:
             Card(
                 run=self.run_id,
-                name=places.spec.rdzv_handler.get_run_id(),
+                name=self._options.run_id,
                 script=self._program.target,
                 host=socket.gethostname(),
                 agent=os.getpid(),
@@ -88,7 +88,7 @@ class JobReporter:
             standbys=self._options.standbys,
             job_dir=str(self._job_dir),
             agent=os.getpid(),
-            run_id=places.spec.rdzv_handler.get_run_id(),
+            run_id=self._options.run_id,
             pids={str(rank): pid for rank, pid in pids.items()},
             script=self._program.target,
             on_failure=config.on_failure,
@@ -175,7 +175,7 @@ class JobReporter:
             rank=rank,
             result=result,
             **fields,
-            replaced=self._budget - self._book.budget,
+            replaced=self._budget - self.book.budget,
             agent=os.getpid(),
             host=socket.gethostname(),
         )

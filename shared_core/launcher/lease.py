@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from shared_core.codec import Between, decode
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
-from shared_core.protocol.codec import Between, decode
 
 #: A machine that could not renew its lease for this part of it stops its workers.
 FENCE = 0.75

@@ -18,8 +18,6 @@ from shared_core.errors import ConfigError
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.console import host_of
-from shared_core.launcher.control_socket import ControlSocket
-from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import LiveWorker
@@ -92,17 +90,15 @@ class PlannedLeaves:
         config: SwiftConfig,
         attempts: Attempts,
         machines: OtherMachines | None,
-        control: ControlSocket,
         notice: Notice,
     ) -> None:
-        self._config, self._attempts, self._machines = config, attempts, machines
-        self._control, self._notice = control, notice
+        self._config, self._attempts, self._machines, self._notice = config, attempts, machines, notice
         self._waiting: dict[int, tuple[LiveWorker, str]] = {}
         self.machine = ""
 
     def look(self) -> None:
         """Answer who asks, and tell workers to leave whose replacements are ready. Never blocks."""
-        for target, answer in self._control.leaves():
+        for target, answer in self._attempts.control.leaves():
             try:
                 answer(AGREED, self.ask(target, "asked by swiftctl"))
             except ConfigError as error:
@@ -127,7 +123,7 @@ class PlannedLeaves:
             raise ConfigError("nobody can leave now: the job starts or ends, or the number of its workers changes")
         machines, places = attempts.now.ledger.machines, attempts.places
         hosts = [host_of(name) if name else "nobody" for name in machines] or [socket.gethostname()]
-        place, rank = chosen(target, hosts, len(places.workers))
+        place, rank = chosen(target, hosts, places.local)
         self._ask(place, rank, why)
         if rank is None:
             return f"{hosts[place]} leaves: a spare machine takes its ranks at their next step boundary"
@@ -196,11 +192,8 @@ LOOK_S = 1.0
 class Stragglers:
     """Looks at the times of the last steps, of all machines."""
 
-    def __init__(
-        self, config: SwiftConfig, attempts: Attempts, leaves: PlannedLeaves, job_reporter: JobReporter
-    ) -> None:
-        self._answer, self._attempts = config.stragglers, attempts
-        self._leaves, self._job_reporter = leaves, job_reporter
+    def __init__(self, config: SwiftConfig, attempts: Attempts, leaves: PlannedLeaves) -> None:
+        self._answer, self._attempts, self._leaves = config.stragglers, attempts, leaves
         #: Of each rank, the pid of its worker and the newest step of the one before; and who was named, or replaced.
         self._workers: dict[int, tuple[int, int]] = {}
         self._named: set[int] = set()
@@ -232,7 +225,7 @@ class Stragglers:
     def _name(self, one: Slow, pid: int) -> None:
         self._named.add(one.rank)
         fields = {name: value for name, value in asdict(one).items() if name != "rank"}
-        self._job_reporter.emit("straggler", rank=one.rank, pid=pid, **fields)
+        self._attempts.job_reporter.emit("straggler", rank=one.rank, pid=pid, **fields)
         console(f"rank {one.rank} (pid {pid}) is slow: it {one.text}")
         if self._answer != "replace":
             return

@@ -17,14 +17,14 @@ from shared_core.launcher.lease import Fenced, sever
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import NeighbourCopies, Sender
-from shared_core.launcher.rendezvous import SwiftRendezvousHandler
+from shared_core.launcher.rendezvous import Rendezvous
 from shared_core.protocol import mirroring
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind
 from shared_core.protocol.resizing import Reassignment, Resizing, reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system import wire
 from shared_core.system.jobdir import CHECKPOINTS, MIRROR
-from shared_core.system.secret import NotAuthenticated, derive, leave
+from shared_core.system.secret import NotAuthenticated, leave
 from shared_core.system.wire import Link
 from shared_core.transport import remote_store
 from shared_core.transport.remote_store import RemoteStore
@@ -39,26 +39,26 @@ class MachineMembership:
         pause: waits so many seconds while this machine has no place; may raise to give up.
         wake: called on a thread when there is something to look at.
         stop_workers: called on a thread when the workers of this machine must be killed at once.
-        secret: of this machine; the job's key is derived from it.
+        key: of the job.
     """
 
     def __init__(
         self,
-        rendezvous: SwiftRendezvousHandler,
+        rendezvous: Rendezvous,
         job_dir: Path,
         *,
         pause: Callable[[float], None],
         wake: Callable[[], None],
         stop_workers: Callable[[], None],
         number: Callable[[], int],
-        secret: bytes,
+        key: bytes,
     ) -> None:
         self.rendezvous, self._job_dir = rendezvous, job_dir
         self.number, self.pause, self.changed, self._stop_workers = number, pause, wake, stop_workers
         self._gone: set[str] = set()
         self._copies = NeighbourCopies(job_dir / CHECKPOINTS)
-        self._key = derive(secret, rendezvous.get_run_id())
-        leave(job_dir, self._key)
+        self._key = key
+        leave(job_dir, key)
         self._server: MirrorServer | None = None
         self._sender: Sender | None = None
         rendezvous.attend(self)

@@ -10,26 +10,25 @@ It travels in the frames of :mod:`~shared_core.system.wire`. Files are written w
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from shared_core.codec import FILE_NAME
 from shared_core.protocol.mirroring import APPEND, BEGIN, END, GET, REMOVE, REPLICATED, SYNC, WRITE
 from shared_core.system import secret
 from shared_core.system.wire import WAIT_S, Link, accept, connect
 from shared_core.transport.server import PeerServer
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OK = b"."
 #: Longest request that carries no file, in bytes.
 _REQUEST_BYTES = 64 << 20
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
-    if not _NAME.fullmatch(name):
+    if FILE_NAME.wrong(name):
         raise ConnectionError(f"{name!r} is not the name of a publication")
     temporary = folder / f"{name}.tmp"
     temporary.write_bytes(data)
@@ -102,10 +101,10 @@ class MirrorServer:
             os.rename(fresh, folder)
         elif kind == WRITE:
             _write(fresh if fresh.exists() else folder, name, data)
-        elif kind == APPEND and _NAME.fullmatch(name):
+        elif kind == APPEND and not FILE_NAME.wrong(name):
             with open(folder / name, "ab") as file:
                 file.write(data)
-        elif kind == REMOVE and _NAME.fullmatch(name):
+        elif kind == REMOVE and not FILE_NAME.wrong(name):
             (folder / name).unlink(missing_ok=True)
         elif kind == SYNC:
             link.send(_OK)
@@ -119,28 +118,24 @@ class MirrorServer:
             self._more(link, kind, data)
 
 
-def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
+def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> None:
     """Get the publications of ``ranks`` from the machine that has the newest step boundary of each.
 
-    They go to ``rank{r}/attempt{n}/`` in ``job_dir``. Machines that do not answer are passed over. Returns the bytes
-    received for each rank; 0 if nobody has anything.
+    They go to ``rank{r}/attempt{n}/`` in ``job_dir``. Machines that do not answer are passed over.
     """
     others, key = [machine for machine in machines if machine is not None], secret.of_job(job_dir)
-    return {
-        rank: _fetch_one(others, key, rank, attempt, job_dir / f"rank{rank}" / f"attempt{attempt}") for rank in ranks
-    }
+    for rank in ranks:
+        _fetch_one(others, key, rank, attempt, job_dir / f"rank{rank}" / f"attempt{attempt}")
 
 
-def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> int:
-    """Get the replicated state that one of ``ranks`` wrote for a change. Returns its bytes, 0 if nobody has it."""
+def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> None:
+    """Get the replicated state that one of ``ranks`` wrote for a change, if anybody has it."""
     key = secret.of_job(job_dir)
     for machine in machines:
         for rank in ranks if machine is not None else ():
             found = _ask(machine or "", key, rank, attempt, REPLICATED).get(REPLICATED)
             if found:
-                _write(job_dir / f"rank{rank}" / f"attempt{attempt}", REPLICATED, found)
-                return len(found)
-    return 0
+                return _write(job_dir / f"rank{rank}" / f"attempt{attempt}", REPLICATED, found)
 
 
 def _ask(machine: str, key: bytes, rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
@@ -151,13 +146,13 @@ def _ask(machine: str, key: bytes, rank: int, attempt: int, name: str = "") -> d
         for kind, _, _, file, data in link.frames():
             if kind == END:
                 return found
-            if not _NAME.fullmatch(file):
+            if FILE_NAME.wrong(file):
                 return {}  # no machine of ours
             found[file] = data
     return {}
 
 
-def _fetch_one(machines: list[str], key: bytes, rank: int, attempt: int, folder: Path) -> int:
+def _fetch_one(machines: list[str], key: bytes, rank: int, attempt: int, folder: Path) -> None:
     best: dict[str, bytes] = {}
     newest = -1
     for machine in machines:
@@ -170,4 +165,3 @@ def _fetch_one(machines: list[str], key: bytes, rank: int, attempt: int, folder:
         folder.mkdir(mode=0o700, parents=True)
         for name, data in best.items():
             _write(folder, name, data)
-    return sum(map(len, best.values()))

@@ -16,25 +16,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from shared_core.checkpoint.spool import SEALED, Spool, sealed_of
+from shared_core.codec import Count, FileName, fit
 from shared_core.errors import CorruptFile, StorageFull, SwiftError
 from shared_core.events import console
+from shared_core.plain_json import parse
 from shared_core.protocol.mirroring import keeper
 from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, Key, ask, receive_file, send_file
 from shared_core.system.wire import WAIT_S, Link, connect
 
 _GO, _HAVE, _FULL, _NOT_YET, _WHOLE = b"g", b"h", b"f", b"n", b"."
 _OWN, _KEPT, _COMING, _DIGESTS = "own", "kept", "coming", "digests.json"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: A machine looks for a snapshot to send so often, and tries again so long after a failure, in seconds.
 LOOK_S, RETRY_S = 0.1, 1.0
 #: An offered copy waits so long for this machine's own snapshot of the same step, looked for so often, in seconds.
@@ -47,6 +47,21 @@ _NICE = 10
 def _low_priority() -> None:
     with suppress(OSError):  # Linux: of this thread only
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+class _Offered(TypedDict):
+    """What comes with :data:`PUT`: sizes of the files, and the notes that seal them."""
+
+    attempt: Count
+    step: Count
+    files: dict[FileName, Count]
+    notes: dict[FileName, str]
+
+
+class _Asked(TypedDict):
+    where: Literal["own", "kept"]
+    key: tuple[Count, Count]
+    name: str
 
 
 class NeighbourCopies:
@@ -96,19 +111,16 @@ class NeighbourCopies:
             if kind == LIST:
                 ask(link, LIST, self._list())
             elif kind in (PUT, GET):
-                (self._take if kind == PUT else self._give)(link, json.loads(data))
+                (self._take if kind == PUT else self._give)(link, parse(data))
             else:
                 raise ConnectionError("no request of ours")
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, CorruptFile) as error:
+        except (KeyError, ValueError, CorruptFile) as error:
             raise ConnectionError(f"no request of ours: {error}") from error
 
-    def _take(self, link: Link, header: Mapping[str, Any]) -> None:
+    def _take(self, link: Link, header: Any) -> None:
         _low_priority()
-        key = (int(header["attempt"]), int(header["step"]))
-        files = {str(name): int(size) for name, size in header["files"].items()}
-        notes = {str(name): str(text) for name, text in header["notes"].items()}
-        if not all(_NAME.fullmatch(name) for name in (*files, *notes)) or min(files.values(), default=0) < 0:
-            raise ConnectionError("no names of a snapshot")
+        offered = fit(header, _Offered)
+        key, files, notes = (offered["attempt"], offered["step"]), offered["files"], offered["notes"]
         for name, text in notes.items():
             part = sealed_of(text)
             if (part.step, f"rank{part.rank}{SEALED}") != (key[1], name):
@@ -198,18 +210,18 @@ class NeighbourCopies:
     def _spool(self, where: str, attempt: int) -> Spool:
         return Spool(self.folder if where == _OWN else self.folder / _KEPT, attempt)
 
-    def _give(self, link: Link, header: Mapping[str, Any]) -> None:
-        (attempt, step), name = map(int, header["key"]), str(header["name"])
-        spool = self._spool(header["where"], attempt)
-        parts = spool.parts(step).values() if _NAME.fullmatch(name) else ()  # what another sent says which files it has
-        part = next((each for each in parts if name in each.files), None)
+    def _give(self, link: Link, header: Any) -> None:
+        asked = fit(header, _Asked)
+        (attempt, step), name = asked["key"], asked["name"]
+        spool = self._spool(asked["where"], attempt)
+        part = next((each for each in spool.parts(step).values() if name in each.files), None)
         if part is None:
             return link.send(PART, data=[SIZE.pack(-1)])
         path = spool.path_of(part, name)
         size = path.stat().st_size
         link.send(PART, data=[SIZE.pack(size)])
         digest = send_file(link, path, size)
-        if header["where"] == _KEPT:
+        if asked["where"] == _KEPT:
             digest = bytes.fromhex(json.loads((path.parent / _DIGESTS).read_bytes())[name])
         elif spool.parts(step).get(part.rank) != part:
             raise ConnectionError("the snapshot was let go meanwhile")

@@ -8,29 +8,19 @@ from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.console import ranks
-from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.machine import MachineMembership
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
 from shared_core.protocol.generation import Entry, EntryKind
-from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 
 
 class Resizes:
     """Begins changes, ends them, and gives them up. ``nproc``: workers of this machine, at most."""
 
-    def __init__(
-        self,
-        config: SwiftConfig,
-        nproc: int,
-        alone: bool,
-        attempts: Attempts,
-        job_reporter: JobReporter,
-        resizing: Resizing,
-    ) -> None:
-        self._config, self._nproc, self._alone = config, nproc, alone
-        self._attempts, self._job_reporter, self._resizing = attempts, job_reporter, resizing
+    def __init__(self, config: SwiftConfig, nproc: int, alone: bool, attempts: Attempts) -> None:
+        self._config, self._nproc, self._alone, self._attempts = config, nproc, alone, attempts
+        self._job_reporter, self._resizing = attempts.job_reporter, attempts.resizing
 
     def grow_if_due(self) -> None:
         resizing, attempts, now = self._resizing, self._attempts, time.monotonic()
@@ -112,17 +102,9 @@ class Resizes:
 class OtherMachines:
     """Watches leases. ``nproc``: workers of each machine."""
 
-    def __init__(
-        self,
-        membership: MachineMembership,
-        nproc: int,
-        attempts: Attempts,
-        resizes: Resizes,
-        job_reporter: JobReporter,
-        resizing: Resizing,
-    ) -> None:
-        self.membership, self._nproc = membership, nproc
-        self._attempts, self._resizes, self._job_reporter, self._resizing = attempts, resizes, job_reporter, resizing
+    def __init__(self, membership: MachineMembership, nproc: int, attempts: Attempts, resizes: Resizes) -> None:
+        self.membership, self._nproc, self._attempts, self._resizes = membership, nproc, attempts, resizes
+        self._job_reporter = attempts.job_reporter
 
     def check(self) -> None:
         """Raises Fenced if this machine's workers may not continue."""
@@ -134,7 +116,7 @@ class OtherMachines:
         workers of this machine have left; its place is given away too.
         """
         attempts = self._attempts
-        entry = self.membership.replace_machines(attempts.now, self._nproc, self._resizing, leaves=leaves)
+        entry = self.membership.replace_machines(attempts.now, self._nproc, attempts.resizing, leaves=leaves)
         if entry is None:
             return
         self._resizes.note(entry)

@@ -2,7 +2,7 @@
 
 torchelastic's own handler starts all workers again whenever a machine comes or goes, and needs 15 s and the machines'
 clocks to find that one failed. Here a machine keeps its place for as long as it holds its lease, and a spare machine
-waits in :meth:`SwiftRendezvousHandler.next_rendezvous` until a place is given to it. Each machine enters itself in the
+waits in :meth:`Rendezvous.meet` until a place is given to it. Each machine enters itself in the
 document of :mod:`~shared_core.launcher.rendezvous_store`, and the first has the job's store; all else is in the store.
 
 Anybody may be able to write the document (torch's rendezvous checks nobody). So it only says where the machines are;
@@ -19,18 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from shared_core.errors import ConfigError, DamagedRecord, SwiftError, WaitTimeout
 from shared_core.events import console
-from shared_core.launcher.attempt import LOOPBACK, Team, first_of, prefix_of
+from shared_core.launcher.attempt import Team, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
 from shared_core.launcher.lease import FIRST_S, Lease
 from shared_core.launcher.ledger import Ledger
@@ -117,48 +110,13 @@ class GatheringListener(Protocol):
         """Stop the workers of this machine at once. Called on a thread."""
 
 
-class KeptRendezvous(RendezvousHandler):
-    """One that torchelastic does not ask to begin again: machines that come and go are answered by the agent."""
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-
-class LocalRendezvous(KeptRendezvous):
-    """That of a job on one machine: there is nobody to meet. torchelastic's own opens a port on all addresses and
-    unpickles what it finds there.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        return "static"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """The first of one place. The store is empty and unused: the agent hosts one for each attempt."""
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
 #: After so many lengths of a lease, a failed machine is known to have failed.
 _SURE = 1.25
 #: The store's host waits so long for the others to leave, in seconds.
 _LAST_S = 10.0
 
 
-class SwiftRendezvousHandler(KeptRendezvous):
+class Rendezvous:
     """One machine's part in the rendezvous.
 
     Attributes:
@@ -188,27 +146,19 @@ class SwiftRendezvousHandler(KeptRendezvous):
         """Meet the others on behalf of an agent; called once, first of all."""
         self._listener = listener
 
-    # -- torchelastic's face ------------------------------------------------------------------------------------------
-
-    def get_backend(self) -> str:
+    @property
+    def backend(self) -> str:
         return self._register.backend
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the others; return when this machine has a place, which for a spare machine may be never. Raises as
-        :meth:`_gather`; ConfigError also if the job has enough machines.
+    def meet(self) -> tuple[int, int]:
+        """Meet the others; return when this machine has a place, which for a spare machine may be never: the place, and
+        how many there are. Raises as :meth:`_gather`; ConfigError also if the job has enough machines.
         """
         while True:
             self.close()
             with suppress(Again):
                 return self._take_place(self._gather())
             self._listener.pause(RETRY_S)
-
-    def get_run_id(self) -> str:
-        return self._register.run_id
-
-    def shutdown(self) -> bool:
-        self.close()
-        return True
 
     def regroup(self, machines: Sequence[str | None], number: int) -> bool:
         assert self.team is not None
@@ -398,7 +348,7 @@ class SwiftRendezvousHandler(KeptRendezvous):
 
     # -- a place ---------------------------------------------------------------------------------------------------
 
-    def _take_place(self, document: dict[str, Any]) -> RendezvousInfo:
+    def _take_place(self, document: dict[str, Any]) -> tuple[int, int]:
         """Renew a lease from now on, and follow the ledger until this machine has a place."""
         host, port = document["store"]
         self._round = document["round"]
@@ -457,7 +407,7 @@ class SwiftRendezvousHandler(KeptRendezvous):
 
     def _placed(
         self, ledger: Ledger, machines: tuple[str | None, ...], number: int, place: tuple[str, int]
-    ) -> RendezvousInfo:
+    ) -> tuple[int, int]:
         slot = ledger.machines.index(self.name)
         if self._met:
             first = slot * self._options.nproc
@@ -465,8 +415,7 @@ class SwiftRendezvousHandler(KeptRendezvous):
         self._met = True
         self._admitted = True
         self.team = Team(slot, machines, number, *place, self.keeper)
-        # torchelastic's own store is not used: each agent derives the ranks from the places.
-        return RendezvousInfo(HashStore(), slot, len(ledger.machines), RendezvousStoreInfo(*place))
+        return slot, len(ledger.machines)
 
     def _turn_away(self, lease: Lease, ledger: Ledger, gone: Collection[str]) -> None:
         """Machines beyond the number asked for leave with ConfigError; one that has once been admitted does not."""

@@ -15,11 +15,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from shared_core.codec import Count, Name, Port, damaged, decode
 from shared_core.errors import ConfigError
 from shared_core.kinds import check_host
 from shared_core.launcher.etcd import ETCD, EtcdBackend
 from shared_core.launcher.ports import StoreConnection, listen, serve_store
-from shared_core.protocol.codec import Count, Name, Port, damaged, decode
 
 FORMING, RUNNING, ENDED = "forming", "running", "ended"
 #: What to do about a damaged document.

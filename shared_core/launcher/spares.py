@@ -113,7 +113,7 @@ class Spares:
         spare = LiveWorker(of.local_rank, of.rank, said.incarnation, of.request, said.pid, how="forked", spare=True)
         for other in self._of(of.rank):
             self._drop(other)  # one that runs the script
-        self._worker_pool.adopt(spare)
+        self._worker_pool.arrive(spare)
         self._wait_with(said, spare)
         if of.leaves:  # this copy was made where it leaves
             of.kill(f"drained: {of.leaves}", CauseKind.PLANNED)
@@ -128,7 +128,7 @@ class Spares:
 
     def start(self, local_rank: int, start: AttemptStart) -> bool:
         """Start a worker: a hot standby if there is one, else a process is asked for. True if its process exists."""
-        rank = start.places.workers[local_rank].global_rank
+        rank = start.places.ranks[local_rank]
         if start.attempt.incarnations[rank] and self._take(rank, start):
             return True
         self._starter.start(local_rank, start)

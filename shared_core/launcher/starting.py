@@ -50,16 +50,29 @@ class AgentOptions:
     """How the agent treats its workers.
 
     Attributes:
+        run_id: name of the job (``--rdzv-id``).
+        nproc: workers of this machine, at most.
+        max_restarts: how many workers may be replaced in all.
+        monitor_interval: between two looks for workers that are stopped, in seconds.
+        local_addr: of this machine, if the user has named it.
         events: path of ``events.jsonl``; None writes none.
         grace_s: seconds between SIGTERM and SIGKILL when the job is ended.
         threads: intra-op threads that a fresh interpreter would use when ``OMP_NUM_THREADS`` is not set.
         loop_limit: see :class:`~shared_core.protocol.failure_policy.FailureBook`.
-        store_port: port of the store; 0 takes a free one.
+        store_port: of the first attempt's store for the script's process groups; 0 takes a free one.
         machines: how many there are at least, and at most.
         note: more text for the line at the start.
     """
 
     config: SwiftConfig
+    run_id: str
+    nproc: int
+    max_restarts: int
+    monitor_interval: float
+    role: str = "default"
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    virtual_local_rank: bool = False
     standbys: int = 1
     events: str | None = None
     grace_s: float = 5.0
@@ -122,12 +135,12 @@ class Starter:
 
     def start(self, local_rank: int, start: AttemptStart) -> None:
         """Ask for a worker; the worker pool tells when its process exists."""
-        rank = start.places.workers[local_rank].global_rank
+        rank = start.places.ranks[local_rank]
         self._worker_pool.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
 
     def prepare(self, local_rank: int, start: AttemptStart) -> LiveWorker:
         """Ask for a hot standby: it becomes the next incarnation of its rank."""
-        rank = start.places.workers[local_rank].global_rank
+        rank = start.places.ranks[local_rank]
         spare = self._worker(local_rank, start, start.attempt.incarnations[rank] + 1)
         spare.request.env[worker_env.SPARE] = "1"
         spare.spare = True
@@ -136,7 +149,7 @@ class Starter:
 
     def _worker(self, local_rank: int, start: AttemptStart, incarnation: int) -> LiveWorker:
         logs = self.open_logs(start.places.ranks)
-        rank = start.places.workers[local_rank].global_rank
+        rank = start.places.ranks[local_rank]
         nth = self._starts.get(rank, 0)
         self._starts[rank] = nth + 1
         env = self._environment(local_rank, start)
@@ -163,30 +176,30 @@ class Starter:
         file.
         """
         places, attempt = start.places, start.attempt
-        spec, member = places.spec, places.workers[local_rank]
-        env = worker_env.left_environment(self._job_dir, member.global_rank) | clean_env(os.environ)
+        options, rank, world_size = self._options, places.ranks[local_rank], str(places.world_size)
+        env = worker_env.left_environment(self._job_dir, rank) | clean_env(os.environ)
         env |= {
-            "RANK": str(member.global_rank),
+            "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(places.machine),
-            "ROLE_RANK": str(member.role_rank),
-            "ROLE_NAME": spec.role,
-            "LOCAL_WORLD_SIZE": str(len(places.workers)),
-            "WORLD_SIZE": str(member.world_size),
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": options.role,
+            "LOCAL_WORLD_SIZE": str(places.local),
+            "WORLD_SIZE": world_size,
             "GROUP_WORLD_SIZE": str(places.machines),
-            "ROLE_WORLD_SIZE": str(member.role_world_size),
+            "ROLE_WORLD_SIZE": world_size,
             "MASTER_ADDR": attempt.host,
             "MASTER_PORT": str(attempt.port),
             # A replacement must see what the failed worker saw, so replacements are not counted here.
             "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+            "TORCHELASTIC_RUN_ID": options.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             worker_env.JOB_DIR: str(self._job_dir),
             worker_env.STORE: start.store,
             worker_env.GENERATION: str(attempt.generation),
-            worker_env.EVENTS: self._options.events or "",
+            worker_env.EVENTS: options.events or "",
             worker_env.CONFIG: self.config.to_json(),
             worker_env.RESTART: str(attempt.number),
             worker_env.COMMAND: self._program.command.to_json(),
@@ -198,12 +211,12 @@ class Starter:
             env[worker_env.RESIZED] = start.line.to_json()
         if start.address:
             env[worker_env.ADDRESS] = start.address
-            env[worker_env.JOB] = spec.rdzv_handler.get_run_id()
+            env[worker_env.JOB] = options.run_id
             env[worker_env.MACHINES] = json.dumps(attempt.ledger.machines)
         else:
             # For plain gloo groups, which would otherwise listen at the address of the machine's name.
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if spec.virtual_local_rank:
+        if options.virtual_local_rank:
             env["LOCAL_RANK"] = "0"
             env["CUDA_VISIBLE_DEVICES"] = _device(os.environ, local_rank)
         return env

@@ -57,10 +57,9 @@ class Wakeup:
         with suppress(OSError):
             self._write.send(b"p")
 
-    def take(self) -> bool:
-        """Reset :attr:`told`, and return what it was. Call before the store is read."""
-        told, self.told = self.told, False
-        return told
+    def take(self) -> None:
+        """Reset :attr:`told`. Call before the store is read."""
+        self.told = False
 
     def wait(self, timeout_s: float) -> None:
         self.selector.select(max(0.0, timeout_s))

@@ -186,7 +186,7 @@ class WorkerPool:
                 self._refuse(worker, error)
                 return
             self._refusals.worked()
-            self._arrive(worker)
+            self.arrive(worker)
             return
         worker.how = "standby"
         if standby is None:
@@ -217,7 +217,7 @@ class WorkerPool:
         for token, worker in list(self._starting.items()):
             if worker.pid:
                 del self._starting[token]
-                self._arrive(worker)
+                self.arrive(worker)
         new, self._new = self._new, []
         return new
 
@@ -226,7 +226,8 @@ class WorkerPool:
         if not worker.cause:
             self._waiting.append(worker)
 
-    def _arrive(self, worker: LiveWorker) -> None:
+    def arrive(self, worker: LiveWorker) -> None:
+        """The process of a worker or hot standby is there, a child of the agent."""
         worker.pidfd = process.open_pidfd(worker.pid)
         if worker.pidfd is not None:
             self._register(worker.pidfd)
@@ -238,10 +239,6 @@ class WorkerPool:
             return
         self.live[worker.pid] = worker
         self._new.append(worker)
-
-    def adopt(self, spare: LiveWorker) -> None:
-        """A worker has forked this hot standby, which has become a child of the agent."""
-        self._arrive(spare)
 
     def promote(self, spare: LiveWorker) -> None:
         """A hot standby takes its rank's place; the next :meth:`started` returns it."""

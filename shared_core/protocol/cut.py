@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shared_core.codec import Count, FramedRecord
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.codec import Count, FramedRecord
 
 
 @dataclass(frozen=True)

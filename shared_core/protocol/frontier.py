@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from shared_core.protocol.codec import Count, Form, FramedRecord, damaged
+from shared_core.codec import Count, Form, FramedRecord, damaged
 from shared_core.protocol.members import Members, members_of, wrong_members
 
 #: A larger difference between ranks, in collectives of a group or in messages, is refused as damage.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from shared_core.protocol.codec import Count, Record, damaged, decode, dumps
+from shared_core.codec import Count, Record, damaged, decode, dumps
 from shared_core.protocol.worker_env import Resized
 
 #: Version of the form in which an entry is stored.

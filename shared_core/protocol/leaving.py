@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from shared_core.codec import Count
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
-from shared_core.protocol.codec import Count
 
 #: Kind of the frame that asks an agent for a leave, with the rank or host as its data; and longest answer, in bytes.
 LEAVE, ANSWER_BYTES = b"D", 4096

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Annotated
 
-from shared_core.protocol.codec import Form
+from shared_core.codec import Form
 
 _RANK = r"\d{1,9}"
 _RUN = rf"{_RANK}(-{_RANK}(:{_RANK})?)?"

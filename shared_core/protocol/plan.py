@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from shared_core.codec import Count, Record, damaged, decode
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.codec import Count, Record, damaged, decode
 from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, PerChannel, StepBoundary
 from shared_core.protocol.members import Members, members_of, wrong_members
 

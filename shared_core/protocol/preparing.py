@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from shared_core.codec import Count
 from shared_core.config import SwiftConfig
-from shared_core.protocol.codec import Count
 
 #: ``auto`` prepares from this start-up on, in seconds: below it a replacement is hardly later than the recovery.
 LEAST_STARTUP_S = 2.0

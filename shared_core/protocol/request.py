@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
+from shared_core.codec import Count, OsText, Record, fit
 from shared_core.errors import DamagedRecord
-from shared_core.plain_json import is_count, parse
+from shared_core.plain_json import parse
 
 Mode = Literal["script", "module", "exec"]
 #: A zygote's environment. Libraries read it when they are loaded: with more than one thread they start them at once,
@@ -23,7 +23,7 @@ SINGLE_THREADED = {
 
 
 @dataclass(frozen=True)
-class StartRequest:
+class StartRequest(Record):
     """One worker to start.
 
     Attributes:
@@ -35,34 +35,22 @@ class StartRequest:
         threads: intra-op threads that a fresh interpreter with this environment would use; 0 leaves torch alone.
     """
 
-    token: int
+    token: Count
     mode: Mode
-    target: str
-    args: tuple[str, ...]
-    env: dict[str, str]
-    agent: int
-    stdout: str = ""
-    stderr: str = ""
-    threads: int = 0
+    target: OsText
+    args: tuple[OsText, ...]
+    env: dict[str, OsText]
+    agent: Count
+    stdout: OsText = ""
+    stderr: OsText = ""
+    threads: Count = 0
     first: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StartRequest:
         """Inverse of :meth:`to_json`; raises DamagedRecord."""
         try:
-            raw: dict[str, Any] = parse(line)
-            request = cls(**(raw | {"args": tuple(raw["args"]), "first": tuple(raw["first"])}))
-            texts = (request.target, request.stdout, request.stderr, *request.args, *request.first)
-            good = (
-                all(map(is_count, (request.token, request.agent, request.threads)))
-                and request.mode in get_args(Mode)
-                and all(isinstance(text, str) for text in (*texts, *request.env.values()))
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedRecord(f"this does not start a worker: {error!r}") from error
-        if not good:
-            raise DamagedRecord("this does not start a worker: its values are of other types")
-        return request
+            request: StartRequest = fit(parse(line), cls)
+            return request
+        except ValueError as error:
+            raise DamagedRecord(f"this does not start a worker: {error}") from error

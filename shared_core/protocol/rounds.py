@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared_core.protocol.codec import Count, Record, damaged, decode
+from shared_core.codec import Count, Record, damaged, decode
 
 #: No replacement is in, and none will be in this generation.
 NOBODY = "[]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shared_core.protocol.codec import Count, FramedRecord
+from shared_core.codec import Count, FramedRecord
 from shared_core.waiting import ranks_text
 
 #: Ranks that do nothing but wait for each other are ended after so many seconds.

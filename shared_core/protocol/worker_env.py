@@ -7,14 +7,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from shared_core.checkpoint.command import Command
+from shared_core.codec import Count, Form, FramedRecord, OsText, fit
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError, CorruptFile
 from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import RUN
 from shared_core.plain_json import parse
-from shared_core.protocol.codec import Count, FramedRecord, fit
 
 STORE = "SWIFT_RECOVERY_STORE"
 GENERATION = "SWIFT_RECOVERY_GENERATION"
@@ -34,6 +35,7 @@ HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
 
 #: File in a rank's folder: environment variables for its replacements.
 _LEFT = "environment.json"
+_VariableName = Annotated[str, Form(r"[^=\0]+", "the name of a variable")]
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,9 @@ def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
     """What failed workers on this machine have left with :func:`leave_environment`; raises CorruptFile."""
     path = job_dir / f"rank{rank}" / _LEFT
     try:
-        left = parse(path.read_bytes())
+        left: dict[str, str] = fit(parse(path.read_bytes()), dict[_VariableName, OsText])
+        return left
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    # An environment variable holds no NUL, and its name no "=".
-    if not isinstance(left, dict) or not all(
-        name and "=" not in name and isinstance(value, str) and "\0" not in name + value for name, value in left.items()
-    ):
-        raise CorruptFile(f"{path} is damaged: it holds no variables")
-    return left

@@ -10,8 +10,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from shared_core.errors import DamagedRecord
-from shared_core.protocol.codec import Count, decode
+from shared_core.codec import Count, decode
 from shared_core.protocol.leaving import Leave
 from shared_core.protocol.preparing import Prepared
 
@@ -95,7 +94,7 @@ class Damaged:
 WISH = b"W"
 #: Longest such request, in bytes.
 WISH_BYTES = 1 << 16
-#: Shapes by key. The first two are shown to people, so any text will do there.
+#: Shapes by key.
 SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
@@ -108,22 +107,8 @@ SHAPES: dict[str, Any] = {
     DAMAGED: Damaged,
     LEAVES: Leave,
 }
-_WORDS = ("fail", "restart")
 
 
 def read(name: str, raw: bytes) -> Any:
     """A message under its key; raises DamagedRecord if it is none."""
-    try:
-        return decode(raw, SHAPES[name], name)
-    except DamagedRecord:
-        if name not in _WORDS:
-            raise
-        return SHAPES[name](_words(raw, name))
-
-
-def _words(raw: bytes, name: str) -> str:
-    try:
-        found: str = decode(raw, str, name)
-        return found
-    except DamagedRecord:
-        return raw.decode(errors="replace")
+    return decode(raw, SHAPES[name], name)

@@ -296,35 +296,18 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
     return columns(rows)
 
 
-def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
-    """All events, one line each, relative to the first; with ``color``, kinds are set off by terminal colours."""
+def format_timeline(events: Sequence[Event]) -> str:
+    """All events, one line each, relative to the first."""
     if not events:
         return "no events"
     start = events[0].time
-    return "\n".join(_line(event, start, color) for event in events)
+    return "\n".join(_line(event, start) for event in events)
 
 
-_COLORS = {
-    "failed": 31,
-    "drained": 33,
-    "fault": 31,
-    "restart": 31,
-    "resize": 33,
-    "warning": 33,
-    "recovered": 32,
-    "resumed": 32,
-    "generation": 36,
-}
-
-
-def _line(event: Event, start: float, color: bool) -> str:
+def _line(event: Event, start: float) -> str:
     who = f"rank {event.rank}" if event.rank >= 0 else "job"
-    kind = f"{event.kind:<17}"
-    if color and event.kind in _COLORS:
-        kind = f"\x1b[{_COLORS[event.kind]}m{kind}\x1b[0m"
-    say = _WORDS.get(event.kind, _any_fields)
-    said = visible(say(event.fields))
-    return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {kind} {said}".rstrip()
+    said = visible(_WORDS.get(event.kind, _any_fields)(event.fields))
+    return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {event.kind:<17} {said}".rstrip()
 
 
 def ended(events: Sequence[Event]) -> str:

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from shared_core.codec import Between, Count, OsText, Record, fit
 from shared_core.errors import ConfigError, OutOfResources
-from shared_core.plain_json import is_count, parse
+from shared_core.plain_json import parse
 from shared_core.resources import TOLD, free_bytes
 from shared_core.system import marker
 from shared_core.system.marker import MADE
@@ -264,7 +265,7 @@ def _remove_abandoned(at: int, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Card:
+class Card(Record):
     """One job on this machine.
 
     Attributes:
@@ -276,31 +277,27 @@ class Card:
 
     run: str = ""
     name: str = ""
-    script: str = ""
+    script: OsText = ""
     host: str = ""
-    agent: int = 0
-    begun: float = 0.0
-    events: str = ""
-    events_from: int = 0
+    agent: Count = 0
+    begun: Annotated[float, Between(-1e11, 1e11)] = 0.0
+    events: OsText = ""
+    events_from: Count = 0
 
     def write(self, job_dir: Path) -> None:
         """Leave it in the job's folder, atomically; an OSError is ignored, as no job depends on it."""
         with suppress(OSError):
             fresh = job_dir / f"{CARD}.new"
-            fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            fresh.write_text(self.to_json(), encoding="utf-8")
             os.replace(fresh, job_dir / CARD)
 
     @classmethod
     def read(cls, job_dir: Path) -> Card | None:
         """The card in a job's folder; None if there is none, or it is damaged."""
-        try:
-            found = parse((job_dir / CARD).read_bytes())
-            card = cls(**{each.name: found[each.name] for each in fields(cls)})
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        words = (card.run, card.name, card.script, card.host, card.events)
-        good = all(isinstance(word, str) for word in words) and is_count(card.agent) and is_count(card.events_from)
-        return card if good and type(card.begun) is float and abs(card.begun) < 1e11 else None
+        with suppress(OSError, ValueError):
+            card: Card = fit(parse((job_dir / CARD).read_bytes()), cls)
+            return card
+        return None
 
 
 def jobs_here() -> Iterator[tuple[Path, Card]]:

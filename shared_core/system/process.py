@@ -300,15 +300,19 @@ def private_bytes(pid: int) -> int:
     return sum(found.get(name, 0) for name in ("Private_Clean", "Private_Dirty", "Private_Hugetlb"))
 
 
-def machine_bytes(root: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """``(free, total)``: what processes can still get, and all there is; limits of the container (cgroups 2) count."""
+def machine_bytes(root: Path | None = None, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """``(free, total)``: what processes can still get, and all there is; the limit of the control group counts too.
+    ``root``: its folder (cgroups 2), by default that of this process.
+    """
     found = _fields(meminfo)
     free, total = found.get("MemAvailable", 0), found.get("MemTotal", 0)
     with suppress(OSError, ValueError):
-        limit = int((root / "memory.max").read_text())  # "max" where there is none
-        used = int((root / "memory.current").read_text())
-        counts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(counts.get("inactive_file", 0)))
+        group = root or _CGROUP / Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().strip("/")
+        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        used = int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Pages of files can be freed, but those of memory file systems cannot.
+        free = min(free, limit - used + int(counts.get("file", 0)) - int(counts.get("shmem", 0)))
         total = min(total, limit)
     return max(0, free), total
 

@@ -82,5 +82,3 @@ def test_the_hazard_is_learned_over_scales() -> None:
     assert quiet == sorted(quiet, reverse=True) and 1 / quiet[0] / 3600 == pytest.approx(283, rel=0.02)
     sure = Hazard(prior=((1.0, 100.0),))
     assert sure.mean(1) == pytest.approx(1 / 360_000) and sure.seen(3, 0.0).mean(1) == pytest.approx(4 / 360_000)
-    with pytest.raises(ValueError):
-        Hazard(prior=())

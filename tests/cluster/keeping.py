@@ -46,7 +46,8 @@ class Site:
     def check(self) -> None:
         """All is there, and the server answers who knows the secret."""
         got = self.job / "rank1"
-        assert fetch([self.name], [1], 0, self.job) == {1: 5} and (got / "attempt0/boundary.7").read_bytes() == b"STATE"
+        fetch([self.name], [1], 0, self.job)
+        assert (got / "attempt0/boundary.7").read_bytes() == b"STATE"
         with connect(self.name, KEY) as link:
             ask(link, LIST, {})
             assert [one["key"] for one in json.loads(link.receive().data)] == [[0, 40]]

@@ -1,15 +1,12 @@
-"""Connections between machines with the fuzzers on one side, and what becomes of bytes on their way."""
+"""Connections between machines with the fuzzers on one side."""
 
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from unittest.mock import patch
-
-from hypothesis import strategies as st
 
 from shared_core.system import secret
 from shared_core.system.wire import Link
@@ -98,50 +95,3 @@ def join(name: str) -> None:
     for thread in threading.enumerate():
         if thread.name == name and thread is not threading.current_thread():
             thread.join(5.0)
-
-
-# -- on the way -----------------------------------------------------------------------------------
-
-_CHANGE = struct.Struct("<BHBB")
-_KINDS = 6
-changes = st.lists(
-    st.tuples(st.integers(0, _KINDS - 1), st.integers(0, 2000), st.integers(0, 255), st.integers(0, 255)), max_size=3
-)
-
-
-def packed(value: Sequence[tuple[int, int, int, int]]) -> bytes:
-    """Changes as an input."""
-    return b"".join(_CHANGE.pack(*one) for one in value)
-
-
-def changed(stream: bytes, how: bytes) -> bytes:
-    """A stream as it arrives when somebody on its way makes these changes."""
-    for kind, at, length, byte in _CHANGE.iter_unpack(how[: len(how) // _CHANGE.size * _CHANGE.size]):
-        at %= len(stream) + 1
-        before, part, after = stream[:at], stream[at : at + length], stream[at + length :]
-        match kind % _KINDS:
-            case 0:
-                part = bytes([part[0] ^ (byte or 1)]) + part[1:] if part else part
-            case 1:
-                part = b""
-            case 2:
-                part += part
-            case 3:
-                part, after = b"", b""
-            case 4:
-                cut = byte * len(after) // 255
-                part, after = after[:cut] + part, after[cut:]
-            case _:
-                part += bytes([byte]) * length
-        stream = before + part + after
-    return stream
-
-
-def whole(pieces: Sequence[bytes], stream: bytes) -> int:
-    """How many frames of a stream arrive as they were sent, before the first that does not."""
-    at = 0
-    for count, piece in enumerate(pieces):
-        if stream[at : at + len(piece)] != piece:
-            return count
-        at += len(piece)
-    return len(pieces)

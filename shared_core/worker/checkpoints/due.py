@@ -14,9 +14,9 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from shared_core.codec import Count, decode
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
-from shared_core.protocol.codec import Count, decode
 from shared_core.transport.store import Store
 
 #: Updates from the decision to the checkpoint. One is enough; the second leaves room. The last one uses one.

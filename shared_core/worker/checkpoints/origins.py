@@ -10,9 +10,9 @@ from shared_core.checkpoint import lineage
 from shared_core.checkpoint.run_lock import WAIT_S, RunLock
 from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import absolute, open_storage
+from shared_core.codec import Name, decode, text
 from shared_core.errors import DamagedRecord, RunInUse, SwiftError, Unsupported
 from shared_core.events import console
-from shared_core.protocol.codec import Name, decode, text
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret

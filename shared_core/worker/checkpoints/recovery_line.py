@@ -18,10 +18,10 @@ import torch
 
 from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.spool import Spool
+from shared_core.codec import decode, text
 from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
-from shared_core.protocol.codec import decode, text
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store

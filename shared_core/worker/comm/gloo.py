@@ -28,9 +28,9 @@ from typing import Annotated, Any, NamedTuple
 
 from torch._C._distributed_c10d import Store as TorchStore
 
+from shared_core.codec import Form, decode
 from shared_core.errors import DamagedRecord, GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
 from shared_core.faults import inject
-from shared_core.protocol.codec import Form, decode
 from shared_core.protocol.worker_env import ADDRESS
 from shared_core.resources import write_all
 from shared_core.system import threads

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from shared_core.codec import Count, decode
 from shared_core.errors import DamagedRecord
-from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.place import CollectivePlace
 from shared_core.system import threads
 from shared_core.worker.comm.groups import GroupState

@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from shared_core.codec import Count, damaged, decode
 from shared_core.errors import DamagedRecord, GenerationAbandoned, ReplicaMismatch, Unsupported, WaitTimeout
 from shared_core.events import console
-from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.system import threads
 from shared_core.waiting import wait_for
 from shared_core.worker.recovery.forming import Comparison

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shared_core.codec import Count, decode
 from shared_core.errors import CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, Unsupported
 from shared_core.faults import inject
-from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv

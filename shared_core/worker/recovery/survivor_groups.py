@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shared_core.codec import decode
 from shared_core.errors import (
     ConfigError,
     DamagedRecord,
@@ -33,7 +34,6 @@ from shared_core.errors import (
 )
 from shared_core.events import console
 from shared_core.faults import inject
-from shared_core.protocol.codec import decode
 from shared_core.protocol.generation import join_request_key, still_key, survivor_group_key
 from shared_core.protocol.rounds import Round, admitting_key
 from shared_core.system import threads

@@ -17,9 +17,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from shared_core.codec import Count, decode
 from shared_core.errors import DamagedRecord, Deadlock, ReplayDivergence
 from shared_core.events import console
-from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.frontier import channel_key
 from shared_core.protocol.standstill import ANY_SOURCE, WaitStatus, awaited, describe, lasts, left_s, stuck
 from shared_core.system import threads

@@ -73,7 +73,7 @@ def _report(data: bytes, folder: Path) -> list[Event]:
     runs = by_run(found)
     for run, events in runs.items():
         grouped = recoveries(events)
-        format_timeline(events, color=True)
+        format_timeline(events)
         format_recoveries(grouped, events[0].time)
         json.dumps([one.to_dict() for one in grouped])
         view = view_of(events, Live(events[-1].time, True, Card(run)))

@@ -1,33 +1,26 @@
-"""Copies of snapshots in another machine's memory: requests for them, and the lists and files that come back.
-
-With a secret, somebody on the way changes what is sent: a copy is whole and as it was sent, or it is none.
-"""
+"""Copies of snapshots in another machine's memory: requests for them, and the lists and files that come back."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from shared_core.checkpoint.spool import SEALED, Sealed
-from shared_core.errors import CorruptFile
 from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, receive_bytes
 from shared_core.system.wire import Link
 from shared_core.worker.checkpoints.in_memory import find_in_memory
 
 from ..harness import Target, only_errors
-from ..machines import KEY, Said, answered, changed, changes, frames, heard, machine, packed, unproved, whole
+from ..machines import KEY, Said, answered, frames, heard, machine, unproved
 
 _STEP = 40
 contents = st.dictionaries(st.sampled_from(["rank0", "replicated0.safetensors"]), st.binary(max_size=30), max_size=2)
@@ -137,67 +130,8 @@ def _find(data: bytes, _folder: Path) -> Any:
     return [(step, meta) for step, meta, _ in found]
 
 
-# -- with a secret --------------------------------------------------------------------------------
-
-
-def _take_changed(data: bytes, folder: Path) -> Any:
-    """A machine that keeps one copy is sent the next one."""
-    copies = _fresh(folder)
-    _serve(PUT, _put(_FILES, folder), copies)
-    newer = {name: each + b" newer" for name, each in _FILES.items()}
-    pieces = frames([(PUT, 0, 0, "", [_header(newer, _STEP + 1)]), *_rest(newer)], KEY)
-    stream = changed(b"".join(pieces), data)
-
-    def serve(sock: socket.socket) -> None:
-        link = Link(sock, KEY, serves=True)
-        with suppress(ConnectionError):
-            for frame in link.frames(lambda kind: 1 << 20):
-                _apart(partial(copies.serve, link, frame.kind, frame.data))
-
-    answered(stream, serve)
-    good = whole(pieces, stream) == len(pieces)
-    there = {name: _given(_ask(copies, name)) for name in _FILES}
-    return (copies.kept, there), ((0, _STEP + 1), newer) if good else ((0, _STEP), _FILES)
-
-
-def _find_changed(data: bytes, folder: Path) -> Any:
-    """A worker asks a machine and reads a file; both answers are changed on their way."""
-    came = []
-
-    def reply(link: Link, key: bytes | None) -> bytes:
-        says: list[Said] = [*_said(SIZE.pack(4)), *_file(b"part")]
-        if link.receive().kind == LIST:
-            says = [(LIST, 0, 0, "", [_list({"rank0": b""}, folder)])]
-        pieces = frames(says, key, serves=True)
-        stream = changed(b"".join(pieces), data)
-        came.append(whole(pieces, stream) == len(pieces))
-        return stream
-
-    found: list[Any] = []
-    with machine(reply, KEY) as name:
-        for step, meta, read in find_in_memory([name], 0, 1, KEY):
-            try:
-                found.append((step, meta, read("rank0")))
-            except CorruptFile:
-                found.append((step, meta, None))
-    if not came[0]:
-        return found, []
-    return found, [(step, {"x": 1}, b"part" if came[1] else None) for step in (_STEP, _STEP + 1)]
-
-
-def _as_expected(value: Any, _data: bytes, _corpus: Any) -> str:
-    found, expected = value
-    return "" if found == expected else f"{found!r:.300} instead of {expected!r:.300}"
-
-
-def _packed(value: Any, _folder: Path) -> bytes:
-    return packed(value)
-
-
 TARGETS = [
     Target("neighbour.put", contents, _put, _take, _whole),
-    Target("neighbour.put_with_key", changes, _packed, _take_changed, _as_expected),
     Target("neighbour.get", st.sampled_from(["rank0", "other"]), _get, _give, only_errors, count=2),
     Target("neighbour.list", contents, _list, _find, only_errors, count=5),
-    Target("neighbour.list_with_key", changes, _packed, _find_changed, _as_expected),
 ]

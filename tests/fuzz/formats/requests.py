@@ -19,7 +19,6 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.failure_policy import RaisedError
 from shared_core.protocol.progress_file import ProgressFile, read_pace, read_progress
 from shared_core.protocol.request import StartRequest
-from shared_core.system.jobdir import CARD, Card
 from shared_core.trackers.compat import committed_steps
 from shared_core.worker.state.replicated import pack, unpack
 
@@ -27,17 +26,6 @@ from ..harness import Target, only_errors, stable
 from ..json_values import plain_json, text_keys
 
 words = st.text(max_size=8)
-starts = st.builds(
-    StartRequest,
-    token=st.integers(0, 9),
-    mode=st.sampled_from(["script", "module", "exec"]),
-    target=words,
-    args=st.lists(words, max_size=2).map(tuple),
-    env=st.dictionaries(words, words, max_size=2),
-    agent=st.integers(1, 9),
-    threads=st.integers(0, 4),
-    first=st.lists(words, max_size=1).map(tuple),
-)
 environments = st.fixed_dictionaries(
     {
         worker_env.JOB_DIR: st.just("/dev/shm/swift_x"),
@@ -100,19 +88,6 @@ def _env(data: bytes, _folder: Path) -> Any:
     return here.rank, here.machines, here.resized, here.command, here.prefix
 
 
-def _left(data: bytes, folder: Path) -> Any:
-    (folder / "rank0").mkdir(exist_ok=True)
-    (folder / "rank0" / "environment.json").write_bytes(data)
-    found = worker_env.left_environment(folder, 0)
-    return [f"{name}={value}" for name, value in found.items()]
-
-
-def _leave(value: Any, folder: Path) -> bytes:
-    (folder / "rank0").mkdir(exist_ok=True)
-    worker_env.leave_environment(folder, 0, value)
-    return (folder / "rank0" / "environment.json").read_bytes()
-
-
 def _progress(value: Any, folder: Path) -> bytes:
     file = ProgressFile(folder / "progress")
     file.boundary(value)
@@ -123,16 +98,6 @@ def _progress(value: Any, folder: Path) -> bytes:
 def _read_progress(data: bytes, folder: Path) -> Any:
     (folder / "progress").write_bytes(data)
     return read_progress(folder / "progress"), read_pace(folder / "progress")
-
-
-def _card(value: Any, folder: Path) -> bytes:
-    Card(value, value, value, value, len(value), 1.5, value, len(value)).write(folder)
-    return (folder / CARD).read_bytes()
-
-
-def _read_card(data: bytes, folder: Path) -> Any:
-    (folder / CARD).write_bytes(data)
-    return Card.read(folder)
 
 
 def _error_file(data: bytes, _folder: Path) -> Any:
@@ -171,18 +136,9 @@ def _packed(value: Any) -> bytes:
 
 
 TARGETS = [
-    Target(
-        "requests.start",
-        starts,
-        lambda value, _: value.to_json().encode(),
-        lambda data, _: StartRequest.from_json(data),
-        stable(lambda value: value.to_json().encode(), StartRequest.from_json),
-    ),
     Target("requests.answers", st.lists(st.integers(0, 2), unique=True), _answer, _answers, only_errors),
     Target("requests.environment", environments, lambda value, _: json.dumps(value).encode(), _env, only_errors),
-    Target("requests.left", st.dictionaries(words, words, max_size=3), _leave, _left, only_errors),
     Target("requests.progress", st.integers(0, 99), _progress, _read_progress, only_errors),
-    Target("requests.card", words, _card, _read_card, only_errors),
     Target("requests.error_file", errors, lambda value, _: json.dumps(value).encode(), _error_file, only_errors),
     Target("requests.tracker", steps, _runs, _read_runs, only_errors),
     Target("requests.message", descriptions, lambda value, _: _packed(value), _message, stable(_packed, _message)),

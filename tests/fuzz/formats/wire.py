@@ -1,7 +1,6 @@
 """Frames between machines: what the agent's server takes, what a worker fetches, and the proof before them.
 
-Without a secret they are given any bytes. With one, somebody on the way changes what is sent: what arrived as it was
-sent before the first change has its effect, and nothing else.
+Without a secret they are given any bytes. With one, what arrives is what was sent before the first change on the way.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import hashlib
 import shutil
 import socket
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +21,12 @@ from shared_core.system.wire import Frame, Link
 from shared_core.worker.state.publications import Mirror
 
 from ..harness import Target, only_errors
-from ..machines import KEY, Said, changed, changes, frames, heard, join, machine, packed, unproved, whole
+from ..machines import KEY, Said, frames, heard, join, machine, unproved
 
 names = st.sampled_from(["boundary.1", "boundary.2", "records", "end.0", "order.0123456789ab", ""])
 stored = st.lists(
     st.tuples(st.sampled_from([WRITE, APPEND, REMOVE, SYNC, GET]), names, st.binary(max_size=40)), max_size=5
 )
-#: A machine that has copies already, and what another one sends it then.
-_BEFORE: list[Said] = [(BEGIN, 0, 1, "", []), (WRITE, 0, 1, "boundary.4", [b"4"]), (END, 0, 1, "", [])]
-_SESSION: list[Said] = [
-    (BEGIN, 0, 1, "", []),
-    (WRITE, 0, 1, "boundary.5", [b"five"]),
-    (WRITE, 0, 1, "records", [b"r"]),
-    (END, 0, 1, "", []),
-    (WRITE, 0, 1, "boundary.6", [b"s", b"ix"]),
-    (APPEND, 0, 1, "records", [b"s"]),
-    (REMOVE, 0, 1, "boundary.5", []),
-    (SYNC, 0, 1, "", []),
-]
-_GIVEN: list[Said] = [(WRITE, 0, 0, "boundary.3", [b"three"]), (WRITE, 0, 0, "records", [b"r"]), (END, 0, 0, "", [])]
 
 
 def _says(value: Any) -> list[Said]:
@@ -85,10 +70,6 @@ def _begins_sealed(value: list[Frame], data: bytes, corpus: Any) -> str:
 # -- the agent's server ---------------------------------------------------------------------------
 
 
-def _tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def _server(folder: Path) -> tuple[MirrorServer, Path]:
     shutil.rmtree(folder / "job", ignore_errors=True)
     kept = folder / "job" / "mirror"
@@ -96,62 +77,20 @@ def _server(folder: Path) -> tuple[MirrorServer, Path]:
     return MirrorServer(kept, key=KEY), kept
 
 
-def _tell(server: MirrorServer, data: bytes, how: bytes | None = None) -> int:
-    """Send bytes to a server until it has had enough; with ``how``, the session with these changes.
-
-    Returns:
-        How many frames of the session arrive as they were sent.
-    """
-    count = 0
-    with socket.create_connection(("127.0.0.1", server.port), 5.0) as sock, suppress(OSError):
-        own = secret.prove(sock, KEY)
-        if how is not None:
-            pieces = frames(_SESSION, own)
-            data = changed(b"".join(pieces), how)
-            count = whole(pieces, data)
-        sock.sendall(data[: 1 << 16])
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1 << 16):
-            pass
-    return count
-
-
 def _serve(data: bytes, folder: Path) -> Any:
     server, kept = _server(folder)
     try:
         with unproved():
-            _tell(server, data)
+            with socket.create_connection(("127.0.0.1", server.port), 5.0) as sock, suppress(OSError):
+                sock.sendall(data[: 1 << 16])
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
             server.close()
             join("swift-server")
     finally:
         server.close()
     return sorted(str(path.relative_to(kept)) for path in kept.rglob("*"))
-
-
-@lru_cache
-def _after(count: int, folder: Path) -> dict[str, bytes]:
-    """What a server has when so many frames of the session have come."""
-    _serve(b"".join((*frames(_BEFORE), *frames(_SESSION[:count]))), folder)
-    return _tree(folder / "job")
-
-
-def _serve_changed(data: bytes, folder: Path) -> Any:
-    server, _ = _server(folder)
-    try:
-        with socket.create_connection(("127.0.0.1", server.port), 5.0) as sock:
-            own = secret.prove(sock, KEY)
-            sock.sendall(b"".join(frames([*_BEFORE, (SYNC, 0, 1, "", [])], own)))
-            Link(sock, own, serves=False).answer()
-        count = _tell(server, b"", data)
-    finally:
-        server.close()
-        join("swift-server")
-    return _tree(folder / "job"), _after(count, folder)
-
-
-def _as_expected(value: Any, _data: bytes, _corpus: Any) -> str:
-    found, expected = value
-    return "" if found == expected else f"{found!r:.300} instead of {expected!r:.300}"
 
 
 def _within(value: Any, _data: bytes, _corpus: Any) -> str:
@@ -188,25 +127,6 @@ def _fetch(data: bytes, folder: Path) -> Any:
         fetch([name], [0], 0, job)
     (job / secret.FILE).unlink()
     return sorted(str(path.relative_to(job)) for path in job.rglob("*"))
-
-
-def _fetch_changed(data: bytes, folder: Path) -> Any:
-    """All that the machine has, or nothing."""
-    came = []
-
-    def reply(link: Link, key: bytes | None) -> bytes:
-        link.receive()
-        pieces = frames(_GIVEN, key, serves=True)
-        stream = changed(b"".join(pieces), data)
-        came.append(whole(pieces, stream) == len(pieces))
-        return stream
-
-    job = _job(folder)
-    with machine(reply, KEY) as name:
-        fetch([name], [0], 0, job)
-    (job / secret.FILE).unlink()
-    expected = {f"rank0/attempt0/{name}": b"".join(data) for kind, _, _, name, data in _GIVEN if kind == WRITE}
-    return _tree(job), expected if came == [True] else {}
 
 
 def _answered(_value: Any, _folder: Path) -> bytes:
@@ -259,10 +179,6 @@ def _never(_value: Any, _data: bytes, _corpus: Any) -> str:
     return "who does not know the secret was admitted"
 
 
-def _packed(value: Any, _folder: Path) -> bytes:
-    return packed(value)
-
-
 TARGETS = [
     Target("wire.frames", stored, _published, lambda data, _: _received(data, None), _begins),
     Target(
@@ -273,9 +189,7 @@ TARGETS = [
         _begins_sealed,
     ),
     Target("wire.server", stored, _published, _serve, _within),
-    Target("wire.server_with_key", changes, _packed, _serve_changed, _as_expected),
     Target("wire.fetch", stored, _given, _fetch, _within),
-    Target("wire.fetch_with_key", changes, _packed, _fetch_changed, _as_expected),
     Target("wire.answers", st.none(), _answered, _copy, only_errors, count=1),
     Target("wire.proof", st.none(), _proved, _ask, _never, count=1, refusable=True),
     Target("wire.proof_of_server", st.none(), _greeting, _prove, _never, count=1, refusable=True),

@@ -1,8 +1,8 @@
-"""Records that the processes of a job leave for each other in its store: checked against a shape when they are read.
+"""Records that the processes of a job leave for each other, in its store and in files: checked when they are read.
 
 A shape is a type: a dataclass, a ``TypedDict``, an ``Enum``, ``list[str]``, ``tuple[Count, ...]``, ``dict[str, X]``,
-``dict[Count, X]``, ``set[Count]``, ``X | None``. Who defines a record so defines once what every reader of it accepts.
-What is stored is JSON, or a word.
+``dict[Count, X]``, ``set[Count]``, ``X | None``, ``Any`` for whatever JSON holds. Who defines a record so defines once
+what every reader of it accepts. What is stored is JSON, or a word.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 import reprlib
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -56,6 +56,10 @@ Count = Annotated[int, Between(0, MOST)]
 Port = Annotated[int, Between(1, 65535)]
 #: Part of the name of a file or folder; may be empty.
 Name = Annotated[str, Form(r"[^/\x00-\x1f]{0,200}", "part of a file's name")]
+FILE_NAME = Form(r"[A-Za-z0-9][A-Za-z0-9._-]*", "the name of a file")
+FileName = Annotated[str, FILE_NAME]
+#: Text that the system gives, as paths and variables: bytes that are no UTF-8 are half pairs of surrogates in it.
+OsText = Annotated[str, Form(r"[^\0\ud800-\udc7f\udd00-\udfff]*", "text of the system")]
 
 _SCALARS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -148,8 +152,10 @@ def fit(value: Any, shape: Any) -> Any:
     ValueError that says where it does not fit, and why.
     """
     kind, arguments = get_origin(shape) or shape, get_args(shape)
+    if kind is Any:
+        return value
     if kind is Annotated:
-        found = fit(value, arguments[0])
+        found = value if shape == OsText and isinstance(value, str) else fit(value, arguments[0])
         for bound in arguments[1:]:
             if wrong := bound.wrong(found):
                 raise _Wrong(wrong, value)
@@ -167,7 +173,7 @@ def fit(value: Any, shape: Any) -> Any:
         return None if value is None else _scalar(value, type(value))
     if kind in (list, tuple, set, frozenset):
         return kind(_items(value, kind, arguments))
-    if kind is dict:
+    if kind in (dict, Mapping):
         named, shape = arguments
         return {_at(f".{key}", _key(key, named), named): _at(f".{key}", each, shape) for key, each in _object(value)}
     if isinstance(kind, type) and issubclass(kind, Enum):
