@@ -91,7 +91,7 @@ class FatalActions:
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can serve a replacement: all workers start again. Does not return. Takes the state's lock."""
         _end_spare(reason)
-        self._store.tell("restart", reason)
+        self._store.tell("restart", {"reason": reason})
         with self._state.lock:
             try:
                 wait_for_change(self._state, "the launcher to restart all workers", lambda: False)
