@@ -30,7 +30,6 @@ class ReadingRecord:
         length: of the pass, if ``dealt``.
         rereads: batches whose reading changed what cannot be put back, with the state in which each was read. None: all
             batches are such, or it is unknown.
-        reread_sums: checksums of these batches.
         items_sum: checksum of all items delivered, where all are read again; else None.
         indices_sum: checksum of the indices of the batches delivered; None if not computed.
         loader_workers: state of each loader worker before the first batch that it has to read again.
@@ -58,7 +57,6 @@ class ReadingRecord:
     dealt: bool = False
     length: int = 0
     rereads: dict[int, Any] | None = None
-    reread_sums: dict[int, int] = field(default_factory=dict)
     items_sum: int | None = None
     indices_sum: int | None = None
     loader_workers: dict[int, Any] = field(default_factory=dict)
@@ -193,7 +191,6 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "owned": moved(each["owned"]),
             "owned_first": moved(each["owned_first"]),
             "rereads": None,
-            "reread_sums": {},
             "items_sum": None,
             "stream": None,
             "contents": None,

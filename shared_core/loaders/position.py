@@ -84,9 +84,9 @@ class Position(Iterator[Any]):
         if mark is not None:
             self._note(mark)
         if what := engine.changed():
-            self._note_change(what, mark.pack() if mark is not None else None, item)
+            self._note_change(what, mark.pack() if mark is not None else None)
         if told is not None:
-            self._note_told(told, item)
+            self._note_told(told)
         if record.delivered == 0 and record.rereads is None and engine.compared:
             record.items_sum = 0
         if record.items_sum is not None:
@@ -192,12 +192,12 @@ class Position(Iterator[Any]):
             self._log.note(record.delivered, mark.random, self._latest)
             record.fetches = self._log.notes
 
-    def _note_told(self, told: Note, item: Any) -> None:
+    def _note_told(self, told: Note) -> None:
         engine, record = self._engine, self.record
         if told.changed:
             before = [other.state for other in self._told if other.worker == told.worker]
             state = before[-1] if before else record.loader_workers.get(told.worker, {})
-            self._note_change(told.changed, None if engine.stream else state, item)
+            self._note_change(told.changed, None if engine.stream else state)
         engine.count_changes(told, record)
         self._told.append(told)
         while len(self._told) > self._ahead:
@@ -205,7 +205,7 @@ class Position(Iterator[Any]):
             record.loader_workers[first.worker] = first.state
             record.turn = (first.worker + 1) % engine.workers
 
-    def _note_change(self, what: str, before: dict[str, Any] | None, item: Any) -> None:
+    def _note_change(self, what: str, before: dict[str, Any] | None) -> None:
         rereads = self.record.rereads
         if rereads is None:
             return
@@ -213,7 +213,6 @@ class Position(Iterator[Any]):
             self._engine.give_up(self.record, what)
         else:
             rereads[self.record.delivered] = before
-            self.record.reread_sums[self.record.delivered] = summed(item, 0)
 
     def _where(self) -> Any:
         first = self._recent[0].where if self._ahead and self._recent else None

@@ -125,9 +125,7 @@ class _Replay:
         )
         for number in way.lead:
             wait.look()
-            item, _ = self._fetch(inner, number)
-            if number in record.reread_sums and record.reread_sums[number] != summed(item, 0):
-                raise self._reads_others()
+            self._fetch(inner, number)
             done += 1
         for number in range(way.begin, record.delivered):
             item, told = self._fetch(inner, number)
@@ -145,12 +143,10 @@ class _Replay:
     def _compare(self) -> None:
         """Raises Unsupported if other items were read than the failed worker had read, where that is known."""
         record = self._record
-        if record.items_sum not in (None, self._sum) and not self._already and self._read == record.delivered:
-            raise self._reads_others()
-
-    def _reads_others(self) -> Unsupported:
-        return Unsupported(
-            f"rank {self._engine.place[1]}: the {self._record.delivered} items that the failed worker had read of this "
+        if record.items_sum in (None, self._sum) or self._already or self._read != record.delivered:
+            return
+        raise Unsupported(
+            f"rank {self._engine.place[1]}: the {record.delivered} items that the failed worker had read of this "
             f"pass over a {_named(self._engine.loader)} are others when they are read again: what it reads depends on "
             "something that training changes, such as a replay buffer or the model. Draw in the training step what "
             "depends on it, or give what is iterated state_dict() and load_state_dict() (docs/loops.md)"

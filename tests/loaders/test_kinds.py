@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kinds import KINDS, LOG, ROWS, SIZE, Counter, Kept, Life, Stateful
+from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from shared_core import waiting
@@ -171,33 +171,6 @@ def test_what_begins_again_at_the_end_is_no_progress_bar(cls: Any) -> None:
             begun.next()
     else:
         assert [begun.next().tolist() for _ in range(2)] == first
-
-
-class ByModel(Kept):
-    """Keeps what a model makes of its items."""
-
-    factor = torch.ones(1)
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 8 == 0:
-            self.kept[index] = self.factor * (index + 1)
-        return self.kept.get(index // 8 * 8, self.factor)
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_what_a_data_set_keeps_of_what_it_makes_with_a_model_that_is_trained_is_refused(changed: bool) -> None:
-    failed, replacement = (wrap_loader(DataLoader(ByModel(), 4), lazy=lazy) for lazy in (False, True))
-    position = iter(failed)
-    given = [next(position) for _ in range(3)]
-    state = failed.state(position)
-    replacement.dataset.factor = torch.ones(1) * (1 + changed)
-    own = iter(replacement)
-    if changed:
-        with pytest.raises(Unsupported, match="are others when they are read again"):
-            replacement.restore(state, own)
-    else:
-        replacement.restore(state, own)
-        assert_same(next(own), given[2], "the next one")
 
 
 @pytest.mark.parametrize("name", ["plain", "lazy", "reading"])
