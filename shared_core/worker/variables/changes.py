@@ -25,16 +25,16 @@ def digests(values: Iterable[Any], rows: Iterable[Any]) -> dict[str, dict[str, b
     return found
 
 
-def alike(start: Mapping[str, Mapping[str, bytes]], boundary: Mapping[str, Mapping[str, bytes]]) -> dict[str, Any]:
+def alike(
+    start: Mapping[str, Mapping[str, bytes]], boundary: Mapping[str, Mapping[str, bytes]]
+) -> dict[str, dict[str, bytes]]:
     """The digests of both, and one that no value has for a variable whose values differ: what the script changes
     between the start of an epoch and its first step boundary has no value that a later start gives it, too.
     """
+    both = {scope: {**start.get(scope, {}), **boundary.get(scope, {})} for scope in start.keys() | boundary.keys()}
     return {
-        scope: {
-            name: b"" if name in start.get(scope, {}) and start[scope][name] != digest else digest
-            for name, digest in (dict(start.get(scope, {})) | dict(boundary.get(scope, {}))).items()
-        }
-        for scope in start.keys() | boundary.keys()
+        scope: {name: each if start.get(scope, {}).get(name, each) == each else b"" for name, each in own.items()}
+        for scope, own in both.items()
     }
 
 
