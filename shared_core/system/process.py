@@ -100,12 +100,6 @@ def fork_away(tell: Callable[[int], None] = lambda _: None) -> bool:
     return False
 
 
-def trim_memory() -> None:
-    """Give freed memory back to the system: after a fork, each page of it would be copied by who writes it first."""
-    with suppress(AttributeError):  # a C library other than glibc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def state_of(pid: int) -> str | None:
     """Letter of a process' state as in ``/proc/PID/stat``; None if it is gone, ``?`` if nobody can look."""
     try:

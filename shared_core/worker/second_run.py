@@ -109,7 +109,6 @@ class SecondRun:
             self._results = os.memfd_create("swift-results")
             opened.callback(os.close, self._results)
             (go, self._go), (reads, first), (also, second) = (_pipe(opened) for _ in range(3))
-            process.trim_memory()
             with runtime.lock:  # what it guards is whole in the copies
                 self._pids = [os.fork(), 0]
             opened.pop_all()
