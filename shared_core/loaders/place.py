@@ -196,6 +196,7 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "contents": None,
             "numbers": None,
             "held": {},
+            "suspended": [],
             "models": {},
         }
         for each in state["iterations"]

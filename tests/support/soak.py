@@ -1,9 +1,9 @@
 """Random faults until enough have struck: ``python -m tests.support.soak --faults N --seed S``.
 
-Each run trains a small model with one to three faults drawn from the seed (:mod:`tests.support.draws`) and is
-compared, on every rank and bit for bit, with the run of the same script under the stock strategy on plain gloo (three
-pipelines that continue without failed workers, and jobs on other devices: with the same run without faults). Failures
-of machines need network namespaces, so root.
+Each run trains a small model with one to three faults drawn from the seed (:mod:`tests.support.draws`), in plain and
+Accelerate jobs also with workers that leave as planned or are slow. It is compared, on every rank and bit for bit, with
+the run of the same script under the stock strategy on plain gloo (three pipelines that continue without failed workers,
+and jobs on other devices: with the same run without faults). Failures of machines need network namespaces, so root.
 """
 
 from __future__ import annotations
