@@ -259,8 +259,8 @@ class _Once:
     def __iter__(self) -> Iterator[Any]:
         if not self._left:
             raise Unsupported(
-                "what job.steps() was given reads its loader again at the end: call job.steps() with the loader itself, "
-                "once in each epoch (docs/loops.md)"
+                "what job.steps() was given reads its loader again at the end: call job.steps() with the loader "
+                "itself, once in each epoch (docs/loops.md)"
             )
         return self._left.pop()
 

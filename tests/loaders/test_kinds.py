@@ -114,8 +114,9 @@ def test_a_sampler_that_draws_otherwise_than_in_the_failed_worker_is_refused(cha
         assert not set(torch.cat(given).tolist()) & set(next(own).tolist())
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "control"])
-def test_what_a_generator_has_seen_of_the_model_is_as_in_the_failed_worker(told: bool) -> None:
+@pytest.mark.parametrize(("told", "copied"), [(True, False), (True, True), (False, False)])
+def test_what_a_generator_has_seen_of_the_model_is_as_in_the_failed_worker(told: bool, copied: bool) -> None:
+    """Not in a copy of another rank, whose variables may depend on that; without variables is the control."""
     model, ended = [0], []
 
     class Played:
@@ -132,8 +133,8 @@ def test_what_a_generator_has_seen_of_the_model_is_as_in_the_failed_worker(told:
     state = failed.state(position)
     model[0] = 1
     own = iter(replacement)
-    replacement.restore(state, own)
-    assert [*given, *own] == list(range(6)) and ended == [0 if told else 1]
+    replacement.restore(state, own, copied=copied)
+    assert [*given, *own] == list(range(6)) and ended == [0 if told and not copied else 1]
 
 
 class Cycle:
